@@ -19,6 +19,7 @@ from support.run_factories import (
     FINGERPRINT,
     commit_round,
     configuration,
+    evaluate,
     group,
     play,
     policy,
@@ -36,11 +37,10 @@ from marin_rl.analysis.scan import (
 )
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, InputError
-from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest, part_of
-from marin_rl.storage.runs import Run, evals_slot, latest_checkpoint
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.metrics import write_round_metrics
-from marin_rl.storage.tables.rollouts import commit_shard, encode_shard, seal_round
+from marin_rl.storage.tables.rollouts import commit_shard, seal_round
 from marin_rl.storage.upkeep.forks import fork_run
 
 SCANS = {
@@ -125,9 +125,9 @@ def test_metrics_and_evals(run: Run) -> None:
         (1, 1.5),
     ]
     assert scan_evals(root, run_id, options).collect().height == 0
-    _commit_evaluation(run, 1)
+    evaluate(run, 1, CHECKPOINT)
     found = scan_evals(root, run_id, options).collect()
-    assert found.select("round", "reward").rows() == [(1, 1.0), (1, 0.0)]
+    assert found.select("round", "reward").rows() == [(1, 0.0), (1, 1.0)]
     # DuckDB reads local files itself.
     for table, stored in (
         ("evals", found),
@@ -136,26 +136,6 @@ def test_metrics_and_evals(run: Run) -> None:
         asked = sql(root, run_id, f"select * from {table}", options)
         assert asked.select(stored.columns).rows() == stored.rows()
         assert asked.columns[: len(stored.columns)] == stored.columns
-
-
-def _commit_evaluation(run: Run, round: int) -> None:
-    attempt = new_attempt()
-    data = encode_shard(
-        [group("e", [1.0, 0.0])],
-        run_id=run.run_id,
-        round=round,
-        shard=0,
-        attempt=attempt,
-        replica="",
-        fingerprint=FINGERPRINT,
-        policy=policy(round),
-    )
-    name, slot = f"evals-{attempt}.parquet", evals_slot(round)
-    run.store.put_part(f"{slot}/{name}", data)
-    parts = [part_of(name, data, rows=2)]
-    commit_manifest(
-        run.store, new_manifest(slot, attempt=attempt, fingerprint=FINGERPRINT, parts=parts)
-    )
 
 
 def test_sql_over_all_views(run: Run) -> None:
@@ -232,7 +212,7 @@ def test_metrics_that_are_damaged_are_named(tmp_path: Path) -> None:
 def test_a_folder_whose_name_looks_like_a_pattern_is_that_folder(tmp_path: Path) -> None:
     """`a[1]b` is no pattern of `a1b`, and `star*` no pattern that a sibling fits."""
     run = whole_run(str(tmp_path / "starX"), 2, shards=1)
-    _commit_evaluation(run, 0)
+    evaluate(run, 0, CHECKPOINT)
     plain = {table: scan(tmp_path / "starX", "run").collect() for table, scan in SCANS.items()}
     for name in ("a[1]b", "star*", "sta?X", "back\\s[l"):
         shutil.copytree(tmp_path / "starX", tmp_path / name)
@@ -274,7 +254,7 @@ def test_several_runs_are_one_table_and_every_table_names_its_run(tmp_path: Path
         run = Run.create_or_open(configuration(str(tmp_path), run_id=name))
         build_round(run, 0, commit_round(run, 0, [[group("a", [0.0, 1.0])]]))
         write_round_metrics(run, 0, {"loss": 0.5})
-        _commit_evaluation(run, 0)
+        evaluate(run, 0, CHECKPOINT)
     for scan in (scan_rollouts, scan_batches, scan_dispositions, scan_metrics, scan_evals):
         for runs in (None, ["two", "one", "two"]):
             counts = scan(tmp_path, runs).group_by("run_id").len().sort("run_id").collect().rows()
@@ -342,7 +322,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert start is not None
     play(fork, 2, start)
     for run, round in ((parent, 1), (parent, 2), (fork, 2)):
-        _commit_evaluation(run, round)
+        evaluate(run, round, CHECKPOINT)
     return parent.config.root
 
 
@@ -380,7 +360,7 @@ def test_a_part_of_a_bucket_is_fetched_when_it_is_asked_for(monkeypatch):
     """Metrics alone are read to know their columns; and no condition on the round is lost."""
     run = whole_run(f"memory://{uuid.uuid4().hex}", 3, shards=1)
     for round in range(3):
-        _commit_evaluation(run, round)
+        evaluate(run, round, CHECKPOINT)
     read, fetched = MemoryStore.read, list[str]()
 
     def counted(self: MemoryStore, key: str) -> bytes:

@@ -98,11 +98,14 @@ def instead(key: str, make: Callable[[Path], object]) -> Forge:
     return forge
 
 
-def _socket(path: Path) -> None:
-    place, here = socket.socket(socket.AF_UNIX), Path.cwd()
+def unix_socket(path: Path) -> None:
+    """A socket in the place of a file."""
+    path.unlink(missing_ok=True)
+    here = Path.cwd()
     os.chdir(path.parent)  # the name of a socket is short
     try:
-        place.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
     finally:
         os.chdir(here)
 
@@ -242,7 +245,7 @@ FORGERIES: dict[str, Forge] = {
     "manifest endless": instead(ROLLOUTS, _endless),
     "manifest a folder": instead(BATCHES, Path.mkdir),
     "shard a pipe": instead(SHARD, os.mkfifo),
-    "shard a socket": instead(SHARD, _socket),
+    "shard a socket": instead(SHARD, unix_socket),
     "shard all hole": instead(SHARD, _holes),
     "metrics a pipe": instead(METRICS, os.mkfifo),
     "metrics of texts": _text_metrics,

@@ -1,13 +1,13 @@
 """Model folders with what is no file in them, and updates from places outside of the roots."""
 
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attacks.forgeries import unix_socket
 from support.policy_runs import small_run, weights
 from support.servers import talk
 
@@ -47,17 +47,6 @@ def folder(tmp_path: Path) -> Path:
 def fifo(path: Path) -> None:
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-
-
-def unix_socket(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    before = Path.cwd()
-    os.chdir(path.parent)  # a socket's name is short
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(before)
 
 
 def link_to(target: str) -> Callable[[Path], None]:

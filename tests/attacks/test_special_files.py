@@ -6,12 +6,12 @@ may come from an archive of somebody else.
 
 import os
 import shutil
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from attacks.forgeries import unix_socket
 from support.run_factories import whole_run
 
 from marin_rl.analysis.status import metric_rows
@@ -46,19 +46,9 @@ def root(origin: Path, tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def place_socket(path: Path) -> None:
-    """A Unix socket; its name must be short, so it is bound from its folder."""
-    here = Path.cwd()
-    os.chdir(path.parent)
-    try:
-        socket.socket(socket.AF_UNIX).bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 KINDS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
-    "socket": place_socket,
+    "socket": unix_socket,
     "folder": Path.mkdir,
     "link to nothing": lambda path: path.symlink_to("nowhere"),
     "link to a device": lambda path: path.symlink_to("/dev/zero"),

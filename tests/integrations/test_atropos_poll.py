@@ -1,20 +1,18 @@
 """Batches of an API server of atropos: registered for, taken, durable before anything else."""
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import uvicorn
 from integrations.trajectories import pushed_config, scored
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from support.http_threads import running_application
 from support.run_factories import checkpoint
 
 from marin_rl.errors import EndpointUnavailable, InputError
@@ -67,21 +65,8 @@ def api_server(**options: Any) -> Iterator[ApiServer]:
         Route("/batch", made.batch, methods=["GET"]),
         Route("/reset_data", made.reset, methods=["GET"]),
     ]
-    application = Starlette(routes=routes)
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.002)
-    (listener,) = server.servers[0].sockets
-    made.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
+    with running_application(Starlette(routes=routes)) as made.url:
         yield made
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Episodes of NeMo Gym's protocol, against a small server of it."""
 
 import json
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +9,12 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import uvicorn
 import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from support.http_threads import running_application
 from support.scripted_policies import call, record, write_tokenizer
 from support.templates import QWEN
 
@@ -88,20 +86,8 @@ def counter_server(**options: Any) -> Iterator[CounterServer]:
         for path, handler in zip(made.routes, handlers, strict=False)
     ]
     application = Starlette(routes=[*routes, Route("/openapi.json", made.described)])
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + START_S
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.002)
-    (listener,) = server.servers[0].sockets
-    made.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    try:
+    with running_application(application) as made.url:
         yield made
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 COUNT = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}

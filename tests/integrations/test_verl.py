@@ -203,11 +203,13 @@ def test_the_reward_file_scores_a_completion(exported: Exported, relay: ModuleTy
     assert scored == {"score": 0.25, "fault": 0.0}
 
 
+@pytest.mark.slow
 def test_a_call_that_marin_rl_refuses_raises_its_words(relay: ModuleType) -> None:
     with pytest.raises(relay.RelayError, match="messages"):
         relay.relay().score({"environment": "guess"}, "1")
 
 
+@pytest.mark.slow
 def test_a_turn_that_verl_cannot_sample_ends_the_episode_with_its_error(exported, relay):
     _, folder, _ = exported
     (row, *_) = rows_of(folder, "train")

@@ -1,8 +1,11 @@
 """HTTP servers of tests, each in a thread of its own."""
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import HTTPServer
-from typing import Self
+from typing import Any, Self
 
 
 class HttpThread:
@@ -25,3 +28,23 @@ class HttpThread:
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
+
+
+@contextmanager
+def running_application(application: Any) -> Iterator[str]:
+    """The URL of an ASGI application, which is served while the block runs."""
+    import uvicorn
+
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started:
+        assert time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.002)
+    (listener,) = server.servers[0].sockets
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

@@ -33,6 +33,7 @@ from marin_rl.training.losses import (
 )
 from marin_rl.training.segments import segment_sums
 from marin_rl.training.step_loss import correction_weights
+from marin_rl.training.step_metrics import beyond_bounds, clip_fractions, importance_ratios
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl-losses.json").read_text())
 AGGREGATIONS = {
@@ -118,6 +119,40 @@ def test_loss_and_gradient_are_those_of_trl(case):
     outputs = {name: decoded(value) for name, value in case["outputs"].items()}
     np.testing.assert_allclose(found, outputs["loss"], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(gradient, outputs["grad_per_token_logps"], rtol=1e-4, atol=1e-4)
+
+
+def clip_ratio_of_trl(told: Any, name: str) -> float:
+    """TRL gives the one bound of cispo a name of its own; sapo has none to report."""
+    if f"clip_ratio/{name}_mean" in told:
+        return told[f"clip_ratio/{name}_mean"]
+    return 0.0 if name == "low" else told.get("cispo_clip_ratio", 0.0)
+
+
+@pytest.mark.parametrize(
+    "case", [each for each in cases("") if "metrics" in each.values[0]["outputs"]]
+)
+def test_clip_ratios_entropy_and_kl_are_those_of_trl(case):
+    inputs = {name: decoded(value) for name, value in case["inputs"].items()}
+    objective, mask = objective_of_trl(case), inputs["completion_mask"].astype(np.float32)
+    segments = np.ones(mask.shape, np.int32)
+    advantages = (inputs["advantages"][:, None] * mask).astype(np.float32)
+
+    @jax.jit
+    def fractions(logprobs, old):
+        ratios = importance_ratios(objective, logprobs, old, mask, segments)
+        beyond = beyond_bounds(objective, logprobs, old, ratios)
+        return clip_fractions(objective, beyond, advantages, mask, segments)
+
+    logprobs, expected = inputs["per_token_logps"], case["outputs"]["metrics"]
+    found = fractions(logprobs, inputs["old_per_token_logps"])
+    for name in ("low", "high", "region"):
+        theirs = clip_ratio_of_trl(expected, name)
+        assert float(found[f"clip_ratio/{name}"]) == pytest.approx(theirs, abs=1e-6)
+    entropy = (inputs["entropies"] * mask).sum() / mask.sum()
+    assert float(entropy) == pytest.approx(expected["entropy"], rel=1e-5)
+    if "kl" in expected:
+        kl = kl_estimate(logprobs, inputs["ref_per_token_logps"], "k3")
+        assert float((kl * mask).sum() / mask.sum()) == pytest.approx(expected["kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", cases("k3_kl"))
