@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.openenv_server import openenv_server
+from integrations.openenv_server import openenv_server
 
 from marin_rl.config import EnvironmentConfig, parse_config
 from marin_rl.doctor.policy import tools

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from support.openenv_server import CALL, LOOK, NUMBER, OpenEnvServer, openenv_server
+from integrations.openenv_server import CALL, LOOK, NUMBER, OpenEnvServer, openenv_server
 
 from marin_rl.config import EnvironmentConfig, pin_code
 from marin_rl.environments.episode import StepResult
