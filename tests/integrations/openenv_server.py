@@ -3,20 +3,18 @@
 `openenv_server` runs it in a thread; messages and error codes are those of OpenEnv 0.10.
 """
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from support.http_threads import running_application
 
 TEXT = {"properties": {"metadata": {"type": "object"}, "message": {"type": "string"}}}
 NUMBER = {
@@ -146,18 +144,6 @@ def openenv_server(**settings: Any) -> Iterator[OpenEnvServer]:
         Route("/mcp", mcp, methods=["POST"]),
         WebSocketRoute("/ws", game.play),
     ]
-    config = uvicorn.Config(
-        Starlette(routes=routes), port=0, log_level="error", ws="websockets-sansio"
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    game.url = f"http://127.0.0.1:{port}"
-    try:
+    application = Starlette(routes=routes)
+    with running_application(application, ws="websockets-sansio") as game.url:
         yield game
-    finally:
-        server.should_exit = True
-        thread.join()

@@ -31,11 +31,11 @@ class HttpThread:
 
 
 @contextmanager
-def running_application(application: Any) -> Iterator[str]:
-    """The URL of an ASGI application, which is served while the block runs."""
+def running_application(application: Any, **options: Any) -> Iterator[str]:
+    """The URL of an ASGI application, which is served while the block runs; uvicorn's options."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 60
