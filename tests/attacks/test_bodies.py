@@ -140,7 +140,8 @@ def test_errors_show_the_number_of_the_body() -> None:
         parse(DetokenizeBody, ids)
 
 
-def test_a_text_far_too_long_is_refused_by_its_beginning(server: PolicyServer) -> None:
+@pytest.mark.parametrize("contexts", [200, 257])  # by its first tokens, and by its length
+def test_a_text_far_too_long_is_refused_by_its_beginning(server: PolicyServer, contexts) -> None:
     """A million characters take 0.4 CPU-seconds and 130 MB to tokenize."""
     asked: list[int] = []
     service = server._service
@@ -148,7 +149,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(server: PolicyServer) -
     service.__dict__["_encode"] = lambda text, special: (
         asked.append(len(text)) or encode(text, special)
     )
-    text = "a" * (200 * CONTEXT)
+    text = "a" * (contexts * CONTEXT)
     bodies: dict[str, dict[str, object]] = {
         "/tokenize": {"prompt": text},
         "/v1/completions": {"model": "policy", "prompt": text},
