@@ -49,7 +49,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.forked_python import python
 from support.forked_workers import ForkedWorkers
-from support.prefect_server import PrefectServer
 from support.quick_programs import drop_quick_programs, quick_programs
 from xdist.scheduler import LoadFileScheduling
 
@@ -99,6 +98,8 @@ def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     It is forked, and ends with the file: one that waits takes a fiftieth of a core.
     """
+    from support.prefect_server import PrefectServer  # imports Prefect, 2 s of each small run
+
     server = PrefectServer(tmp_path_factory.mktemp("prefect"), python())
     server.start()
     yield server.url
