@@ -165,7 +165,7 @@ def test_a_wrong_number_is_named(third: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "retention"), product([1, 2, 3, 8], [{}, {"checkpoints_last": 2}]), ids=str
+    ("every", "retention"), [*product([1, 2, 3, 8], [{}, {"checkpoints_last": 2}])], ids=str
 )
 def test_the_plan_is_what_lies_there(debug: Load, tokenizer, every: int, retention) -> None:
     config = debug(
