@@ -121,6 +121,14 @@ def test_loss_and_gradient_are_those_of_trl(case):
     np.testing.assert_allclose(gradient, outputs["grad_per_token_logps"], rtol=1e-4, atol=1e-4)
 
 
+@partial(jax.jit, static_argnums=0)
+def fractions_of_trl(objective, logprobs, old, advantages, mask, segments):
+    """Clip fractions of whole rows."""
+    ratios = importance_ratios(objective, logprobs, old, mask, segments)
+    beyond = beyond_bounds(objective, logprobs, old, ratios)
+    return clip_fractions(objective, beyond, advantages, mask, segments)
+
+
 def clip_ratio_of_trl(told: Any, name: str) -> float:
     """TRL gives the one bound of cispo a name of its own; sapo has none to report."""
     if f"clip_ratio/{name}_mean" in told:
@@ -136,15 +144,9 @@ def test_clip_ratios_entropy_and_kl_are_those_of_trl(case):
     objective, mask = objective_of_trl(case), inputs["completion_mask"].astype(np.float32)
     segments = np.ones(mask.shape, np.int32)
     advantages = (inputs["advantages"][:, None] * mask).astype(np.float32)
-
-    @jax.jit
-    def fractions(logprobs, old):
-        ratios = importance_ratios(objective, logprobs, old, mask, segments)
-        beyond = beyond_bounds(objective, logprobs, old, ratios)
-        return clip_fractions(objective, beyond, advantages, mask, segments)
-
     logprobs, expected = inputs["per_token_logps"], case["outputs"]["metrics"]
-    found = fractions(logprobs, inputs["old_per_token_logps"])
+    rows = (inputs["old_per_token_logps"], advantages, mask, segments)
+    found = fractions_of_trl(objective, logprobs, *rows)
     for name in ("low", "high", "region"):
         theirs = clip_ratio_of_trl(expected, name)
         assert float(found[f"clip_ratio/{name}"]) == pytest.approx(theirs, abs=1e-6)
