@@ -189,6 +189,17 @@ def test_a_round_by_hand(tmp_path: Path) -> None:
     assert ref.summary["rewards/correct/mean"] == 0.5
 
 
+def test_scores_of_a_teacher_lie_at_their_tokens_and_nan_where_there_are_none(tmp_path):
+    run = _run(tmp_path, distillation={"coefficient": 1.0}, objective={"ratio_level": "token"})
+    scores = np.array([0, 0, 0, -3.0, -0.5], np.float32)
+    taught = replace(rollout("g/0", reward=0.0), teacher_logprobs=scores)
+    ref = _built(run, [group_of("g", [taught, rollout("g/1", index=1, reward=1.0)])])
+    (batch,) = read_batches(run, ref)
+    assert batch.teacher_logprobs is not None
+    assert_array_equal(batch.teacher_logprobs[0, :5], scores)
+    assert_array_equal(batch.teacher_logprobs[1, :5], [0, 0, 0, np.nan, np.nan])
+
+
 def test_every_fate_has_its_reason(tmp_path: Path) -> None:
     run = _run(
         tmp_path, filters={"truncated": True}, batching={"staleness_rounds_max": 1}, groups=3
