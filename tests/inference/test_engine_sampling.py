@@ -46,7 +46,7 @@ def test_uniform_numbers_know_seed_and_position_only():
 
 
 def test_top_k_and_top_p_by_hand():
-    logits, filtered = np.log(np.float32([[0.1, 0.4, 0.2, 0.3]])), jax.jit(filter_logits)
+    logits, filtered = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)), jax.jit(filter_logits)
 
     def kept(top_k: int = 0, top_p: float = 1.0) -> list[bool]:
         asked = SlotSampling(

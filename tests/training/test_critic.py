@@ -83,18 +83,18 @@ def test_gae_of_rows_equals_that_of_each_trajectory() -> None:
 def test_the_value_loss_by_hand() -> None:
     """Values 1, 1, 3 and -1 were 0 before, may move by 0.5, and are to be 2, 0.25, 1 and 0."""
     critic = CriticConfig(value_clip=0.5)
-    values, returns = np.float32([[1, 1, 3, -1]]), np.float32([[2, 0.25, 1, 0]])
+    values, returns = np.array([[1, 1, 3, -1]], np.float32), np.array([[2, 0.25, 1, 0]], np.float32)
     old, mask = np.zeros((1, 4), np.float32), np.array([[True, True, True, False]])
 
-    def loss(values, *others):
-        losses = value_losses(values, *others, critic.value_clip)
+    def loss(values, old, returns):
+        losses = value_losses(values, old, returns, critic.value_clip)
         return jnp.sum(losses), losses
 
     gradient, found = jax.jit(jax.grad(loss, has_aux=True))(values, old, returns)
     told = jax.jit(partial(value_metrics, critic))(values, old, returns, mask)
     assert_allclose(found, [[1.5**2 / 2, 0.75**2 / 2, 2.0, 0.5]])
     assert_allclose(gradient, [[0.0, 0.75, 2.0, -1.0]])  # beyond the bound on the way: none
-    free = jax.jit(lambda *arrays: value_losses(*arrays, None))(values, old, returns)
+    free = jax.jit(lambda v, o, r: value_losses(v, o, r, None))(values, old, returns)
     assert_allclose(free, [[0.5, 0.75**2 / 2, 2.0, 0.5]])
     assert float(told["loss/value_avg"]) == pytest.approx((1.125 + 0.28125 + 2.0) / 3)
     assert float(told["val/clipfrac_avg"]) == pytest.approx(1 / 3)

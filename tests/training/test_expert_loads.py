@@ -75,7 +75,7 @@ def test_the_balance_of_experts_is_that_of_transformers(name: str) -> None:
 
 
 def test_metrics_of_loads_by_hand() -> None:
-    counts = np.float32([[6, 2, 0, 0], [2, 2, 2, 2]])
+    counts = np.array([[6, 2, 0, 0], [2, 2, 2, 2]], np.float32)
     measured = jax.jit(load_metrics)
     metrics = measured(ExpertLoads(np.full(2, 4, np.float32), counts, None))
     assert float(metrics["experts/load_max"]) == pytest.approx((3 + 1) / 2)

@@ -364,7 +364,10 @@ def test_sapo_on_policy_is_twice_the_advantage_over_its_temperature():
 
 def test_dppo_lets_rare_tokens_move_and_stops_likely_ones():
     # probabilities 0.02 -> 0.06 and 0.4 -> 0.8, both ratios above any clip
-    old, new = np.log(np.float32([[0.02, 0.4]])), np.log(np.float32([[0.06, 0.8]]))
+    old, new = (
+        np.log(np.array([[0.02, 0.4]], np.float32)),
+        np.log(np.array([[0.06, 0.8]], np.float32)),
+    )
 
     def loss(logprobs, advantage):
         return jnp.sum(dppo(logprobs, logprobs - old, jnp.full((1, 2), advantage), 0.2, 0.2))
@@ -380,7 +383,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens(lower, expected):
         surrogate="cispo", ratio_level="token", clip_high=0.5, cispo_clip_low=lower
     )
     ones, ids = np.ones((1, 3), np.float32), np.ones((1, 3), int)
-    new = np.log(np.float32([[4.0, 0.25, 1.25]]))
+    new = np.log(np.array([[4.0, 0.25, 1.25]], np.float32))
 
     def loss(logprobs):
         return jnp.sum(policy_losses(objective, logprobs, 0 * ones, ones, ones, ids))
@@ -672,8 +675,8 @@ def test_binary_kl_by_hand_and_at_its_ends():
 
 
 def test_dppo_kl_stops_what_is_driven_too_far_and_no_other():
-    old = np.log(np.float32([0.5, 0.5, 0.5, 1e-4]))
-    new = np.log(np.float32([0.9, 0.1, 0.6, 1e-2]))  # KL 0.51, 0.51, 0.020, 0.0095
+    old = np.log(np.array([0.5, 0.5, 0.5, 1e-4], np.float32))
+    new = np.log(np.array([0.9, 0.1, 0.6, 1e-2], np.float32))  # KL 0.51, 0.51, 0.020, 0.0095
 
     def loss(logprobs, sign):
         return jnp.sum(dppo_kl(logprobs, logprobs - old, jnp.full(4, sign), 0.05, 0.05))

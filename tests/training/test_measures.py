@@ -44,8 +44,8 @@ def rows_of(advantages, mask, segments):
 
 def of(advantages, weights=(1.0,) * 6, **choice):
     objective = ObjectiveConfig(**choice)
-    logprobs = np.log(np.float32([[1, 1.5, 0.5, 1, 1.1, 1.5]]))
-    corrections, advantages = np.float32([weights]), np.float32([advantages])
+    logprobs = np.log(np.array([[1, 1.5, 0.5, 1, 1.1, 1.5]], np.float32))
+    corrections, advantages = np.array([weights], np.float32), np.array([advantages], np.float32)
     rows = rows_of(advantages, MASK, SEGMENTS)
     found = jax.jit(partial(clipped_tokens, objective))(logprobs, OLD, corrections, rows)
     return np.asarray(found)[0]

@@ -53,7 +53,7 @@ def updated(gradient, **settings):
     training = TrainingConfig(**{"learning_rate": 0.1, "warmup_steps": 0, **settings})
     parameters = {"matrix": np.ones((1, 2), np.float32), "norm": np.ones(2, np.float32)}
     optimizer = make_optimizer(policy_adamw(training), {"matrix": True, "norm": False})
-    gradients = {"matrix": np.float32([gradient]), "norm": np.zeros(2, np.float32)}
+    gradients = {"matrix": np.array([gradient], np.float32), "norm": np.zeros(2, np.float32)}
     return jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(parameters), parameters)
 
 
