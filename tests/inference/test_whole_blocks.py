@@ -5,12 +5,14 @@ The kernel runs interpreted, as Pallas does on a device without it.
 
 import re
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases import others_slow
 from support.models import tiny_model
 
 from marin_rl.inference import decoder
@@ -40,9 +42,15 @@ def whole_block(rng: np.random.Generator, heads: int, size: int, positions: int)
     return WholeBlock(jnp.asarray(keys), jnp.asarray(values))
 
 
-@pytest.mark.parametrize("positions", [KERNEL_POSITIONS, 3 * KERNEL_POSITIONS])
+@pytest.mark.usefixtures("itself_compiled_quickly")
 @pytest.mark.parametrize(
-    ("window", "sinks"), [(None, False), (20, False), (None, True), (20, True)]
+    ("positions", "window", "sinks"),
+    others_slow(
+        product([KERNEL_POSITIONS, 3 * KERNEL_POSITIONS], [None, 20], [False, True]),
+        (KERNEL_POSITIONS, None, False),
+        (3 * KERNEL_POSITIONS, 20, True),
+        several=True,
+    ),
 )
 def test_the_kernel_attends_as_the_definition_does(
     positions: int,
@@ -56,8 +64,13 @@ def test_the_kernel_attends_as_the_definition_does(
     sink = jnp.asarray(rng.normal(size=(heads, queries)), jnp.float32) if sinks else None
     limits = Limits(window, None, sink)
     at = jnp.asarray([0, 5, positions // 2 + 1, positions - 1], jnp.int32)
-    by_kernel = attend_by_kernel(query, block, at, limits, interpret=True)
-    plainly = attend(query, (block,), at, jnp.max(at), None, limits)
+
+    @jax.jit
+    def both(query: jax.Array, block: WholeBlock, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        by_kernel = attend_by_kernel(query, block, at, limits, interpret=True)
+        return by_kernel, attend(query, (block,), at, jnp.max(at), None, limits)
+
+    by_kernel, plainly = both(query, block, at)
     np.testing.assert_allclose(by_kernel, plainly, atol=1e-5, rtol=0)
     # by hand, for the slot in the middle
     slot, end = 2, positions // 2 + 2
@@ -78,6 +91,7 @@ class Played:
         self.fused = fused_weights(self.spec, weights, DTYPE)
         self.cache = empty_cache(self.spec, SLOTS, CONTEXT, DTYPE, whole=whole)
         self.rotary = rotary_table(self.spec, cache_length(self.cache))
+        self.step = jax.jit(partial(decoder.decode_step, self.spec))
 
     def play(self) -> list[np.ndarray]:
         rng = np.random.default_rng(8)
@@ -96,16 +110,16 @@ class Played:
         return logits + self.decode([66, 90, 11, 90], steps=3)
 
     def decode(self, positions: list[int], steps: int) -> list[np.ndarray]:
-        step = jax.jit(partial(decoder.decode_step, self.spec))
         at, logits = np.asarray(positions, np.int32), list[np.ndarray]()
         for number in range(steps):
             tokens = np.full(SLOTS, 7 + number, np.int32)
             here = np.where(at < 0, at, at + number)
-            each, self.cache = step(self.fused, self.rotary, self.cache, tokens, here)
+            each, self.cache = self.step(self.fused, self.rotary, self.cache, tokens, here)
             logits.append(np.asarray(each)[at >= 0])
         return logits
 
 
+@pytest.mark.usefixtures("itself_compiled_quickly")
 def test_one_block_gives_the_logits_of_many_by_every_program() -> None:
     whole, blocks = Played(whole=True), Played(whole=False)
     assert [len(played.cache[0]) for played in (whole, blocks)] == [1, 4]
