@@ -85,7 +85,7 @@ def _recorded(rollout: Rollout) -> dict[Key, deque[tuple[int, Turn]]]:
 
 
 def _known_by(asked: Asked) -> Key:
-    """The compared parts of a question: no ids of calls, no spaces around a text, no order of arguments."""
+    """Compared parts of a question: without ids of calls, outer spaces, order of arguments."""
     return asked[0], tuple(
         (message.role, message.content.strip(), *map(_called, message.tool_calls))
         for message in asked[1]
