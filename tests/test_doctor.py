@@ -9,7 +9,7 @@ from marin_rl.config import Config, load_config
 from marin_rl.doctor.data import TRIALS, reward, storage
 from marin_rl.doctor.engines import STAGES, check_all, mesh
 from marin_rl.doctor.stages import DOCTOR, REWARD_MODEL, RL, examine
-from marin_rl.errors import ConfigError, EndpointUnavailable, InputError, StalePolicy, StorageError
+from marin_rl.errors import ConfigError, InputError, StalePolicy, StorageError
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
@@ -43,35 +43,6 @@ def test_an_environment_of_several_turns_is_not_scored_by_one() -> None:
         "and none is played here"
     )
     assert prompts == ["  '<|user|>1-8<|assistant|>'"] * TRIALS
-
-
-@pytest.mark.parametrize(
-    ("override", "error", "words"),
-    [
-        ("environment.options={lettres: 3}", ConfigError, "letters_min"),
-        ("environment.eval_seed=3", ConfigError, "move the seeds further apart"),
-        (
-            "environment={name: textarena, options: {id: Wordle-v0}}",
-            InputError,
-            r"no package textarena; install it with: \S+ -m pip install 'textarena>=0\.7,<0\.8'",
-        ),
-        (
-            "environment={name: openenv, options: {url: 'http://127.0.0.1:9'}}",
-            InputError,
-            r"no OpenEnv server answers at http://127\.0\.0\.1:9 .*start it, or set the URL of one",
-        ),
-        (
-            "environment.reward_model={checkpoint: runs/x/sft/step-00001}",
-            ConfigError,
-            "expected ROOT/RUN_ID/reward_model/step-00200",
-        ),
-        ("inference.endpoints=['http://127.0.0.1:9/v1']", EndpointUnavailable, "127.0.0.1:9"),
-    ],
-)
-def test_bad_input_is_one_clear_error_and_no_run(tmp_path, override, error, words) -> None:
-    with pytest.raises(error, match=words):
-        check_all(debug(tmp_path, override), RL)
-    assert not (tmp_path / "debug").exists()
 
 
 def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

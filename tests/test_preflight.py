@@ -20,7 +20,14 @@ from marin_rl.doctor.engines import check_all
 from marin_rl.doctor.stages import EVALUATE, RL
 from marin_rl.doctor.start import before_engines, check_files, finished, has_passed
 from marin_rl.environments.registry import _loaded
-from marin_rl.errors import ConfigError, InputError, MarinRLError, ObjectMissing, RunLocked
+from marin_rl.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    InputError,
+    MarinRLError,
+    ObjectMissing,
+    RunLocked,
+)
 from marin_rl.rollouts.pinned import record_rows
 from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
 
@@ -65,6 +72,24 @@ def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
         ("policy.lora.init_from=/nowhere", InputError, "no adapter at /nowhere"),
         ("environment.options={letters_min: 90, letters_max: 95}", InputError, "leaves 56"),
         ("environment.name=ecko", ConfigError, "did you mean echo"),
+        ("environment.options={lettres: 3}", ConfigError, "letters_min"),
+        ("environment.eval_seed=3", ConfigError, "move the seeds further apart"),
+        (
+            "environment={name: textarena, options: {id: Wordle-v0}}",
+            InputError,
+            r"no package textarena; install it with: \S+ -m pip install 'textarena>=0\.7,<0\.8'",
+        ),
+        (
+            "environment={name: openenv, options: {url: 'http://127.0.0.1:9'}}",
+            InputError,
+            r"no OpenEnv server answers at http://127\.0\.0\.1:9 .*start it, or set the URL of one",
+        ),
+        (
+            "environment.reward_model={checkpoint: runs/x/sft/step-00001}",
+            ConfigError,
+            "expected ROOT/RUN_ID/reward_model/step-00200",
+        ),
+        ("inference.endpoints=['http://127.0.0.1:9/v1']", EndpointUnavailable, "127.0.0.1:9"),
         ("environment={name: 'envs:Mine'}", InputError, "with its suffix, envs.py:Mine"),
         ("objective.loss=losses:mine", InputError, "with its suffix, losses.py:mine"),
         ("objective.surrogate=mine", ConfigError, "found 'mine'; a loss of your own is objective"),

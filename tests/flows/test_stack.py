@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +27,7 @@ from prefect.settings import temporary_settings
 from prefect.states import Cancelling, Suspended
 from support.flow_runs import REPOSITORY, ROUNDS, debug
 from support.forked_python import python
+from support.nodes import wait
 
 from flows import stack as stack_commands
 from flows.server import free_port, healthy
@@ -119,13 +119,6 @@ def client(stack: Stack) -> Iterator[SyncPrefectClient]:
     """A client of the stack's server."""
     with temporary_settings(updates={"api.url": stack.url}), get_client(sync_client=True) as opened:
         yield opened
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.2)
 
 
 def ask_for_run(stack: Stack, client: SyncPrefectClient, run_id: str, rounds: int) -> UUID:
