@@ -104,16 +104,16 @@ def _warn_of_no_cache(error: Exception) -> None:
     )
 
 
-def device_array(array: Any, dtype: Any = None) -> jax.Array:
+def device_array(array: Any, dtype: Any = None, *, copy: bool = True) -> jax.Array:
     """An array of JAX, in another dtype if given; NumPy's are copied, so that they may be
-    written to afterwards.
+    written to afterwards, unless `copy` is false.
 
     `jnp.asarray` would compile a program for each shape of NumPy's arrays.
     """
     # A CPU's array may be the very memory that it is given, so that is a copy.
     if isinstance(array, jax.Array):
         return array.astype(dtype or array.dtype)
-    return jax.device_put(np.array(array, dtype))
+    return jax.device_put(np.array(array, dtype, copy=copy or None))
 
 
 @cache
@@ -147,12 +147,12 @@ def nbytes(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
-def aligned_empty(shape: Sequence[int]) -> np.ndarray:
-    """An array of float32 without values, which a CPU's device takes as it is: no copy is made."""
-    size = 4 * math.prod(shape)
+def aligned_empty(shape: Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray:
+    """An array without values, whose memory a CPU's device takes as it is: no copy is made."""
+    size = np.dtype(dtype).itemsize * math.prod(shape)
     block = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     start = -block.ctypes.data % ALIGNMENT_BYTES
-    return block[start : start + size].view(np.float32).reshape(shape)
+    return block[start : start + size].view(dtype).reshape(shape)
 
 
 def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:

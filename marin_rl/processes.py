@@ -209,27 +209,45 @@ class Processes:
 
     # ------------------------------------------------------------ within a call
 
-    def by_first(self, work: Callable[[], SlotRef | None]) -> SlotRef | None:
+    def by_first(self, work: Callable[[], T]) -> T:
         """The result of `work`, which process 0 alone does; the others wait for it.
 
-        Raises what `work` raises in process 0, and Abandoned in the others.
+        It is JSON, or a reference. Raises what `work` raises in process 0, and Abandoned in the
+        others.
         """
         key, self._said = self._key("said", self._said), self._said + 1
         if self.number == 0:
             result = work()
-            self.post(key, {"ref": _plain(result)})
+            self.post(key, {"result": _plain(result)})
             return result
         while (said := self.read(key, POLL_S)) is None:
             if (text := self.read(self._key("failed", 0))) is not None:
                 raise Abandoned(text)
-        return _filled(said["ref"])
+        return _filled(said["result"])
+
+    def all_to_first(self, value: Any) -> list[Any]:
+        """The values (JSON) of all processes in process 0, once all have come here; else none.
+
+        Raises ProcessLost where another process fails instead.
+        """
+        key, self._said = self._key("said", self._said), self._said + 1
+        if self.number:
+            self.post(f"{key}/{self.number}", value)
+            return []
+        values = [value]
+        while len(values) < self.count:
+            if (other := self.read(f"{key}/{len(values)}", POLL_S)) is not None:
+                values.append(other)
+            elif failed := self._failed():
+                raise ProcessLost(failed)
+        return values
 
 
 _joined: Processes | None = None
 
 
 def join(processes: Processes) -> None:
-    """Make these the processes of this one, for `count`, `leads`, `by_first` and `call`."""
+    """Make these the processes of this one, for the functions below and calls."""
     global _joined
     _joined = processes
 
@@ -243,9 +261,19 @@ def leads() -> bool:
     return _joined is None or _joined.number == 0
 
 
-def by_first(work: Callable[[], SlotRef | None]) -> SlotRef | None:
+def process_number() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    return (0, 1) if _joined is None else (_joined.number, _joined.count)
+
+
+def by_first(work: Callable[[], T]) -> T:
     """The result of `work`, which one process does: see `Processes.by_first`."""
     return work() if _joined is None else _joined.by_first(work)
+
+
+def all_to_first(value: Any) -> list[Any]:
+    """The values of all processes: see `Processes.all_to_first`."""
+    return [value] if _joined is None else _joined.all_to_first(value)
 
 
 def _begun(work: Callable[[], T]) -> "Future[T]":

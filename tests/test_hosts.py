@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -179,6 +180,47 @@ def test_replay_names_another_number_of_processes(two_by_two: Run, environment: 
     assert json.loads(done.stdout)["changed"]["processes"] == ["2", "1"]
 
 
+def test_another_number_of_processes_goes_on_and_every_command_reads_the_shards(
+    two_by_two: Run, launch: Launch, environment: Any, tmp_path: Path
+):
+    states = list[Mapping[str, np.ndarray]]()
+    for count in (1, 4):
+        root = tmp_path / f"{count}"
+        shutil.copytree(two_by_two.store.url, root / "hosts")
+        done = launch(count, 4 // count, root, "--rounds", f"{ROUNDS + 1}")
+        assert done.returncode == 0, done.stderr
+        run = checked(root, environment)
+        assert digests(run) == digests(two_by_two)
+        states.append(parameters(run, ROUNDS + 1))
+    for name, array in states[0].items():
+        np.testing.assert_allclose(states[1][name], array, rtol=0, atol=1e-6)
+    root, archive = ("--root", str(tmp_path / "4")), str(tmp_path / "hosts.tar")
+    for words in (
+        ("export", "hosts", *root, "--hf", str(tmp_path / "hf")),
+        ("export", "hosts", *root, "--all", "--output", archive),
+        ("verify", archive),
+        ("fork", "hosts", *root, "--round", "1", "--run-id", "forked"),
+        ("gc", "hosts", *root, "--keep-last", "2"),
+        ("fsck", "hosts", *root),
+    ):
+        done = subprocess.run(
+            [*COMMAND, *words],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+
+
+def test_a_process_whose_part_is_lost_is_told_the_file(
+    two_by_two: Run, launch: Launch, environment: Any, tmp_path: Path
+):
+    shutil.copytree(two_by_two.store.url, tmp_path / "hosts")
+    (lost,) = (tmp_path / "hosts" / checkpoint_slot(ROUNDS)).glob("*/arrays-00001-*")
+    lost.unlink()
+    done = launch(2, 2, tmp_path, "--rounds", f"{ROUNDS + 1}")
+    assert done.returncode == 1
+    assert f"{lost} does not exist" in "".join(done.stderr.split("\n"))
+
+
 def test_reward_models_and_preferences_train_over_processes(
     config: Path, environment: Any, tmp_path: Path
 ):
@@ -206,7 +248,9 @@ def children(parent: "subprocess.Popen[Any]") -> list[int]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("moment", ["start", "sampling", "update", "later update"])
+@pytest.mark.parametrize(
+    "moment", ["start", "sampling", "update", "later update", "save", "later save"]
+)
 def test_a_killed_process_ends_all_and_the_same_command_goes_on(
     victim: int,
     moment: str,
@@ -218,20 +262,24 @@ def test_a_killed_process_ends_all_and_the_same_command_goes_on(
 ):
     rng, said = random.Random(printed_seed()), tmp_path / "said"
     keys = {
-        "sampling": checkpoint_slot(0),
-        "update": batches_slot(0),
-        "later update": batches_slot(1),
+        "sampling": f"{checkpoint_slot(0)}/manifest.json",
+        "update": f"{batches_slot(0)}/manifest.json",
+        "later update": f"{batches_slot(1)}/manifest.json",
+        # The folder: its first file is being written.
+        "save": checkpoint_slot(1),
+        "later save": checkpoint_slot(2),
     }
+    longest = {"start": 4.0, "save": 0.03, "later save": 0.03}.get(moment, 0.2)
     with said.open("w") as output:
         command = launched(2, 2, "run", str(config), "--root", str(tmp_path))
         parent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        awaited = tmp_path / "hosts" / keys.get(moment, "") / "manifest.json"
+        awaited = tmp_path / "hosts" / keys.get(moment, "")
         while moment in keys and not awaited.exists():
             assert parent.poll() is None, said.read_text()
-            time.sleep(0.002)
+            time.sleep(0.001)
         while len(alive := children(parent)) < 2:
             time.sleep(0.01)
-        time.sleep(rng.uniform(0, 4.0 if moment == "start" else 0.2))
+        time.sleep(rng.uniform(0, longest))
         assert parent.poll() is None, "the run ended before it was disturbed"
         os.kill(alive[victim], signal.SIGKILL)
         assert parent.wait(END_S) == 128 + signal.SIGKILL

@@ -13,7 +13,7 @@ from jax._src.lib import _jax
 from marin_rl import processes
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES, several
 from marin_rl.config import parse_config
-from marin_rl.errors import ConfigError, InputError, ProcessLost, StoreUnavailable
+from marin_rl.errors import ConfigError, InputError, ProcessLost, StorageError, StoreUnavailable
 from marin_rl.processes import Processes
 from marin_rl.runtime import CALLS, RunRuntime
 from marin_rl.types import SlotRef
@@ -73,6 +73,38 @@ def test_all_make_the_calls_of_the_first_until_it_ends(group: list[Processes]):
     assert made == [*(("train_round", n, REF, REF) for n in range(3)), ("init_policy", None)]
     assert made[0][2].summary == REF.summary
     assert made[0][2].reused
+
+
+def test_the_first_has_what_all_processes_say_once_all_have_said_it(group: list[Processes]):
+    first, other = group
+    sent = threading.Event()
+
+    def perform(_: str, arguments: Sequence[Any]) -> None:
+        assert other.all_to_first(["one"]) == []
+        assert other.by_first(lambda: pytest.fail("it is not first")) == {"of": 2}
+        sent.wait(0.1)
+        assert other.all_to_first("again") == []
+
+    def work() -> list[Any]:
+        values = first.all_to_first(["zero"])
+        assert first.by_first(lambda: {"of": len(values)}) == {"of": 2}
+        return [values, first.all_to_first(None)]
+
+    with following(other, perform):
+        assert first.call("train_round", [0], work) == [[["zero"], ["one"]], [None, "again"]]
+        first.end(0)
+
+
+def test_a_process_that_fails_before_it_says_something_is_named(group: list[Processes]):
+    first, other = group
+
+    def perform(_: str, arguments: Sequence[Any]) -> None:
+        raise StorageError("the disk is full")
+
+    with following(other, perform):
+        with pytest.raises(ProcessLost, match="process 1: StorageError: the disk is full"):
+            first.call("train_round", [0], lambda: first.all_to_first([]))
+        first.end(1)
 
 
 def test_a_call_that_failed_in_the_first_is_given_up_and_made_again(group: list[Processes]):

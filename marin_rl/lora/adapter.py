@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 ALL_LINEAR = "all-linear"
 Shapes = Mapping[str, tuple[int, ...]]  # of a base's parameters, by path
+Blocks = Callable[[Any], Iterable[Any]]
 
 # Where a linear layer's weight stands in every supported family, and its number of input axes.
 _STACKED, _WEIGHT = "transformer/layers/stacked/", "/weight"
@@ -232,11 +233,15 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-def digest_of(parameters: Mapping[str, Any]) -> str:
-    """SHA-256 over path, dtype, shape and bytes of every array, as hex."""
+def digest_of(parameters: Mapping[str, Any], blocks: Blocks = lambda array: [array]) -> str:
+    """SHA-256 over path, dtype, shape and bytes of every array, as hex.
+
+    `blocks` gives the values of an array in their order.
+    """
     digest = hashlib.sha256()
     for path in sorted(parameters):
-        array = np.ascontiguousarray(np.asarray(parameters[path]))
-        digest.update(f"{path} {array.dtype.name} {array.shape}\n".encode())
-        digest.update(array.reshape(-1).view(np.uint8).data)
+        array = parameters[path]
+        digest.update(f"{path} {array.dtype.name} {tuple(array.shape) or (1,)}\n".encode())
+        for block in blocks(array):
+            digest.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -7,9 +7,11 @@ share one. That of a reward model is in bradley_terry.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
+import jax
 import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
@@ -158,6 +160,11 @@ class Program(ABC):
     def forward_backward(self, settings: StepSettings) -> Passes:
         """Return the passes of the loss that `settings` describe, compiled at their first call."""
 
+    @cached_property
+    def placed_like(self) -> TrainState:
+        """`like` with the sharding of every array; without a mesh they have none."""
+        return self.layout.state_like(self.like, self.template, self.optimizer, self.critic)
+
     def place(self, state: TrainState) -> TrainState:
         return self.layout.place_state(state, self.template, self.optimizer, self.critic)
 
@@ -165,7 +172,11 @@ class Program(ABC):
         """The state before the first update of these trained parameters, on the devices."""
         critic = self.critic and self.critic.first_state(parameters, self.template)
         averaged = self.like.average is not None
-        state = fresh_state(parameters, self.optimizer, seed, averaged=averaged, critic=critic)
+        placed = self.layout.place_parameters(parameters, self.template)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.placed_like.optimizer)
+        state = fresh_state(
+            placed, self.optimizer, seed, averaged=averaged, critic=critic, shardings=shardings
+        )
         return self.place(state)
 
     def place_frozen(self, base: Mapping[str, Any]) -> Parameters:

@@ -26,16 +26,17 @@ _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @phase("loading the model folder")
-def load_hf(folder: str | Path) -> LanguageModel:
+def load_hf(folder: str | Path, like: Mapping[str, Any] | None = None) -> LanguageModel:
     """Load a local Hugging Face folder of a known family, weights as float32.
 
-    Raises InputError, before reading any weight, when the folder is incomplete, when its
-    configuration describes something that is not supported, or when its tokenizer gives ids that
-    the model has no row for; and when the weights do not fit the configuration, or are not finite.
+    `like` says where they are to be: see `read_weights`. Raises InputError, before reading any
+    weight, when the folder is incomplete, when its configuration describes something that is not
+    supported, or when its tokenizer gives ids that the model has no row for; and when the weights
+    do not fit the configuration, or are not finite.
     """
     template = hf_template(folder)
     check_vocabulary(load_tokenizer(folder), template.spec.vocabulary)
-    return read_weights(template, folder)
+    return read_weights(template, folder, like)
 
 
 @phase("writing the Hugging Face folder")

@@ -7,7 +7,7 @@ it imports the rest.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -19,12 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from marin_rl.compilation import aligned_empty
+from marin_rl.compilation import device_array
 from marin_rl.errors import InputError
 from marin_rl.models.families import Tensor, described_folder, tensors_of
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
 from marin_rl.plain_files import weight_files
+from marin_rl.storage.array_files import Box, extents, whole_box
+from marin_rl.storage.checkpoints import LocalBoxes
 from marin_rl.training.model import (
     named_parameters,
     parameter_shapes,
@@ -48,14 +50,18 @@ def hf_template(folder: str | Path) -> LanguageModel:
     return model_of(described_folder(folder))
 
 
-def read_weights(template: LanguageModel, folder: str | Path) -> LanguageModel:
+def read_weights(
+    template: LanguageModel, folder: str | Path, like: Mapping[str, Any] | None = None
+) -> LanguageModel:
     """Read the weights of a folder that is described by `template`, as float32.
 
-    Raises InputError as `load_hf` does, but for what it says of the tokenizer.
+    `like` has the shapes of parameters, and where they have shardings, they are placed by these:
+    a process keeps its own part. Raises InputError as `load_hf` does, but for what it says of the
+    tokenizer.
     """
     path = Path(folder).resolve()
     prefix = _check_tensors(tensor_shapes(template), path)
-    return with_parameters(template, _read_parameters(template, path, prefix))
+    return with_parameters(template, _read_parameters(template, path, prefix, like))
 
 
 def begin_reading(folder: str | Path) -> "Future[tuple[LanguageModel, str]]":
@@ -71,12 +77,17 @@ def begin_reading(folder: str | Path) -> "Future[tuple[LanguageModel, str]]":
     return begun
 
 
-def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[str, jax.Array]:
+def _read_parameters(
+    template: LanguageModel, path: Path, prefix: str, like: Mapping[str, Any] | None
+) -> dict[str, jax.Array]:
     """Parameters of a folder whose tensors were checked, as float32, each read into its place.
 
     One parameter at a time is in memory twice, and never a whole checkpoint in bfloat16.
     """
-    shapes = parameter_shapes(template)
+    like = like or {
+        name: struct.update(dtype=np.float32)
+        for name, struct in parameter_structs(template).items()
+    }
     arrays: dict[str, jax.Array] = {}
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -84,15 +95,42 @@ def _read_parameters(template: LanguageModel, path: Path, prefix: str) -> dict[s
             opened = stack.enter_context(safe_open(str(file), framework="numpy"))
             files |= dict.fromkeys(opened.keys(), opened)
         for name, tensor in _tensors(template).items():
-            outs = {part: aligned_empty(shapes[part]) for part in tensor.paths}
+            outs = {part: LocalBoxes(like[part]) for part in tensor.paths}
             for full, layer, expert in _copies(template.spec, name.removeprefix(prefix)):
-                places = [_own(out, part, layer, expert) for part, out in outs.items()]
-                _fill(places, files[full].get_tensor(full), tensor.layout)
+                _fill_own(outs, files[full].get_tensor(full), tensor.layout, layer, expert)
             for part, out in outs.items():
-                if not np.isfinite(out).all():
+                if not all(np.isfinite(values).all() for values in out.values.values()):
                     _name_not_finite(path)
-                arrays[part] = jax.device_put(out)  # a CPU takes the very memory
+                arrays[part] = device_array(out.array(), copy=False)  # a CPU takes the very memory
     return arrays
+
+
+def _fill_own(
+    outs: Mapping[str, LocalBoxes],
+    stored: np.ndarray,
+    layout: str,
+    layer: int | None,
+    expert: int | None,
+) -> None:
+    """Write one tensor of a file into what this process has of the parameters that it holds."""
+    whole = {part: out.values.get(whole_box(out.shape)) for part, out in outs.items()}
+    if all(array is not None for array in whole.values()):
+        _fill([_own(array, part, layer, expert) for part, array in whole.items()], stored, layout)
+        return
+    boxes = {part: _own_box(out.shape, part, layer, expert) for part, out in outs.items()}
+    arrays = [np.empty(extents(box), np.float32) for box in boxes.values()]
+    first = None if layer is None else 0, None if expert is None else 0
+    parts = zip(outs, arrays, strict=True)
+    _fill([_own(array, part, *first) for part, array in parts], stored, layout)
+    for (part, box), array in zip(boxes.items(), arrays, strict=True):
+        outs[part].fill(box, array)
+
+
+def _own_box(shape: Sequence[int], path: str, layer: int | None, expert: int | None) -> Box:
+    """The box that `_own` is a view of."""
+    axis = (layer is not None) + ("/down_proj/" in path)
+    at = {**({} if layer is None else {0: layer}), **({} if expert is None else {axis: expert})}
+    return tuple((at.get(n, 0), at[n] + 1 if n in at else size) for n, size in enumerate(shape))
 
 
 def _copies(spec: Spec, name: str) -> Iterator[tuple[str, int | None, int | None]]:

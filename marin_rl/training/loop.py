@@ -145,11 +145,12 @@ class Trainer(Phase):
             return
         manifest = manifest_of(self._run.store, checkpoint)
         if optimizer_round(manifest) is None:
-            state = self._restored(checkpoint)
+            self._restored(checkpoint)
         else:
             state = self._trained_again(manifest)
             self.state, self.checkpoint = state, checkpoint
-        self.identity = self.identity_of(state)
+        # Of the manifest, which vouches for the files: to hash all parameters again takes long.
+        self.identity = identity_of(self._run, checkpoint)
 
     def _trained_again(self, checkpoint: Manifest) -> TrainState:
         """The whole state of a checkpoint that has the parameters only."""
@@ -402,13 +403,12 @@ class Trainer(Phase):
             ref = committed(self._run, checkpoint_slot(number))
             assert ref is not None, "the checkpoints before a round are committed"
             program = self._program
-            parameters = restore_parameters(self._run, ref, program.like, self._names)
+            parameters = restore_parameters(self._run, ref, program.placed_like, self._names)
             # An adapter that changes nothing yet, as all do whose B is zero: the base by itself is
             # the reference, and costs the adapter's part of a pass less.
             if program.modules and changes_nothing(parameters):
                 parameters = {}
-            placed = program.layout.place_parameters(parameters, program.template)
-            self._reference_policy = number, placed
+            self._reference_policy = number, parameters
         return Reference(self._reference_policy[1], coefficient)
 
     def _commit(

@@ -5,7 +5,7 @@ one for what is stored, one for what is computed. The step is the same in either
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +111,18 @@ class Layout:
         if self.mesh is None:
             return jax.tree.map(jax.device_put, state)
         return self._state(state, template, optimizer, critic, _put)
+
+    def parameters_like(self, shapes: Mapping[str, Any], template: eqx.Module) -> dict[str, Any]:
+        """Shapes of parameters with the shardings of `place_parameters`, for readers of files."""
+        return self._parameters(shapes, template, _struct)
+
+    def state_like(
+        self, like: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
+    ) -> Any:
+        """Shapes of a training state with the shardings of `place_state`."""
+        return (
+            like if self.mesh is None else self._state(like, template, optimizer, critic, _struct)
+        )
 
     def constrain_state(
         self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
@@ -273,6 +285,10 @@ def _put(array: Any, sharding: NamedSharding | None = None) -> jax.Array:
     # `device_put` would have all processes compare their values, which is a collective.
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _struct(shape: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _is_masked(node: Any) -> bool:

@@ -6,23 +6,28 @@ logprobs.py.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import numpy as np
 from haliax import Axis, NamedArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from marin_rl.compilation import device_array
 from marin_rl.config import PolicyConfig
-from marin_rl.lora.adapter import digest_of
+from marin_rl.lora.adapter import digest_of as digest_by_blocks
 from marin_rl.lora.quantization import FIELDS
 from marin_rl.models.families import described_model
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
+from marin_rl.storage.array_files import cut, extents, whole_box
+from marin_rl.storage.checkpoints import placed
 
 LAYER_AXIS = "layer"
+BLOCK_BYTES = 2**22  # of an array that is fetched in blocks
 Parameters = dict[str, jax.Array]  # by path in the module
 
 # A policy, or another tree of named arrays: a scalar model, a head.
@@ -31,16 +36,22 @@ M = TypeVar("M", bound=eqx.Module)
 # ---------------------------------------------------------------- building
 
 
-def build_model(config: PolicyConfig, vocab_size: int, seed: int) -> LanguageModel:
+def build_model(
+    config: PolicyConfig, vocab_size: int, seed: int, like: Mapping[str, Any] | None = None
+) -> LanguageModel:
     """A model with random weights: normal of std `initializer_range`; norms scale by 1, biases 0.
 
-    The weights are a function of (config, vocab_size, seed) only, on every platform.
+    The weights are a function of (config, vocab_size, seed) only, on every platform. Where `like`
+    has shardings, they are placed by these, one whole array at a time.
     """
     template = model_template(config, vocab_size)
     weights = {
         # A generator for each array by its index: none depends on how many numbers another one
         # took.
-        path: _initial(path, array, template.spec, np.random.default_rng([seed, index]))
+        path: placed(
+            _initial(path, array, template.spec, np.random.default_rng([seed, index])),
+            like and like[path],
+        )
         for index, (path, array) in enumerate(_named_arrays(template).items())
     }
     return with_parameters(template, weights)
@@ -149,6 +160,47 @@ def with_layers(model: LanguageModel, **settings: bool) -> LanguageModel:
 def matrix_mask(model: eqx.Module) -> dict[str, bool]:
     """For every parameter, whether weight decay applies to it."""
     return {path: is_matrix(path, array) for path, array in _named_arrays(model).items()}
+
+
+def digest_of(parameters: Mapping[str, Any]) -> str:
+    """SHA-256 over path, dtype, shape and bytes of every array, as hex, whatever devices have them.
+
+    Where arrays are spread over processes all of them call it: see `host_blocks`.
+    """
+    return digest_by_blocks(parameters, host_blocks)
+
+
+def host_blocks(array: Any) -> Iterator[np.ndarray]:
+    """The values of an array in their order, by blocks on the host.
+
+    Those of an array over several devices are gathered one by one; where these are of several
+    processes, that is a collective: see `compilation.gathered`.
+    """
+    if isinstance(array, jax.Array) and array.is_fully_replicated:
+        array = array.addressable_data(0)
+    platforms = [each.platform for each in array.devices()] if isinstance(array, jax.Array) else []
+    if platforms in ([], ["cpu"]):
+        yield np.asarray(array)  # no copy
+        return
+    sharding, shape = array.sharding, array.shape
+    shared = zip(sharding.shard_shape(shape), shape, strict=True)
+    # A slice along an axis that devices share would gather the array.
+    axes = next((axis for axis, (own, all_) in enumerate(shared) if own != all_), None)
+    for box in cut(whole_box(shape), array.dtype.itemsize, BLOCK_BYTES, axes):
+        starts = [np.int32(start) for start, _ in box]
+        block = _slicing(extents(box), sharding)(array, starts)
+        yield np.asarray(block.addressable_data(0))
+
+
+@cache
+def _slicing(sizes: Sequence[int], sharding: Any) -> Any:
+    """Return the program that gives every device of an array a slice of it."""
+    everywhere = sharding
+    if isinstance(sharding, NamedSharding):
+        assert isinstance(sharding.mesh, Mesh), "arrays lie on devices"
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    slicing = partial(jax.lax.dynamic_slice, slice_sizes=sizes)
+    return jax.jit(slicing, out_shardings=everywhere)
 
 
 def parameters_digest(model: eqx.Module) -> str:

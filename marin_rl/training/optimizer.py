@@ -164,10 +164,12 @@ def _orthogonalised(linears: Mapping[str, LinearShape]) -> optax.GradientTransfo
 
 
 def first_moments(
-    optimizer: optax.GradientTransformationExtraArgs, parameters: Mapping[str, Any]
+    optimizer: optax.GradientTransformationExtraArgs,
+    parameters: Mapping[str, Any],
+    shardings: Any = None,
 ) -> Any:
     """The optimizer's state before the first update, by one program and not one for each shape."""
-    return jax.jit(optimizer.init)(parameters)
+    return jax.jit(optimizer.init, out_shardings=shardings)(parameters)
 
 
 def guarded_update(

@@ -58,9 +58,9 @@ class Phase:
         """
         if self.state is None or self.checkpoint != checkpoint:
             self.state = self.checkpoint = None  # two states may not fit into memory
-            state = restore_state(self._run, checkpoint, self._program.like, self._names)
-            self.state, self.checkpoint = self._program.place(state), checkpoint
-            del state
+            like = self._program.placed_like
+            self.state = restore_state(self._run, checkpoint, like, self._names)
+            self.checkpoint = checkpoint
             give_back_freed_memory()
         assert self.state is not None
         return self.state

@@ -38,6 +38,7 @@ from marin_rl.training.adapters import (
 )
 from marin_rl.training.compiled_step import Program
 from marin_rl.training.hf_folders import load_hf
+from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, named_parameters, with_parameters
 from marin_rl.training.state import (
     AdapterOf,
@@ -135,20 +136,27 @@ def dtype_of(run: Run) -> str:
     return "float32" if lora is None else lora.dtype
 
 
-def read_trained(run: Run, ref: SlotRef, template: LanguageModel) -> Mapping[str, np.ndarray]:
-    """Trained parameters of a checkpoint on the host; of an adapter run, the adapter's arrays.
+def read_trained(
+    run: Run, ref: SlotRef, template: LanguageModel, layout: Layout = SINGLE_DEVICE
+) -> Mapping[str, Any]:
+    """Trained parameters of a checkpoint; of an adapter run, the adapter's arrays.
 
-    Raises as `read_policy` does, but that it reads no base.
+    They are NumPy's, but with a mesh they are on its devices: see `restore_checkpoint`. Raises as
+    `read_policy` does, but that it reads no base.
     """
     identity = identity_of(run, ref)
     if identity.adapter is not None:
         template = with_adapter(template, identity.adapter.modules, dtype_of(run))
     try:
-        return read_parameters(run, ref, trained_shapes(template))
+        return read_parameters(run, ref, _like(template, layout))
     except MarinRLError:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise CorruptObject(f"cannot read {run.store.url_of(ref.slot)}: {error}") from error
+
+
+def _like(template: LanguageModel, layout: Layout) -> Mapping[str, Any]:
+    return layout.parameters_like(trained_shapes(template), template)
 
 
 def base_of(run: Run) -> tuple[SlotRef, str]:
@@ -162,8 +170,10 @@ def base_of(run: Run) -> tuple[SlotRef, str]:
     return ref, str(manifest_of(run.store, ref).extra["parameters_digest"])
 
 
-def read_base(run: Run, digest: str, template: LanguageModel) -> dict[str, Any]:
-    """Parameters of the base with this digest, on the host, in float32.
+def read_base(
+    run: Run, digest: str, template: LanguageModel, layout: Layout = SINGLE_DEVICE
+) -> dict[str, Any]:
+    """Parameters of the base with this digest, in float32; as `read_trained` where they are.
 
     Raises ObjectMissing, CorruptObject, and InputError where a model folder has other weights.
     """
@@ -177,9 +187,11 @@ def read_base(run: Run, digest: str, template: LanguageModel) -> dict[str, Any]:
     # A base without arrays is in a folder, which anyone may have changed since: the digest
     # decides.
     if array_parts(manifest):
-        return read_parameters(run, ref, trained_shapes(template))
+        return read_parameters(run, ref, _like(template, layout))
     folder = run.config.policy.hf_path or ""
-    parameters = {name: np.asarray(a) for name, a in named_parameters(load_hf(folder)).items()}
+    parameters: dict[str, Any] = named_parameters(load_hf(folder, _like(template, layout)))
+    if layout.mesh is None:
+        parameters = {name: np.asarray(array) for name, array in parameters.items()}
     if (found := digest_of(parameters)) != digest:
         raise InputError(
             f"{folder} has other weights than the base of this run's adapter: expected the digest "
@@ -217,10 +229,15 @@ class PolicySource:
         elif config.policy.init == "checkpoint":
             source = other_run(config)
         else:
-            return first_parameters(config, self._tokenizer)
+            like = _like(self._program.base_template, self._program.layout)
+            return first_parameters(config, self._tokenizer, like)
         # By the manifest, before gigabytes of arrays are read.
         check_restored(*source, TokenizerIdentity.of(self._tokenizer))
-        return read_policy(*source, self._program.base_template).parameters()
+        template = self._program.base_template
+        if identity_of(*source).adapter is not None:
+            return read_policy(*source, template).parameters()
+        arrays = read_trained(*source, template, self._program.layout)
+        return {name: device_array(array, copy=False) for name, array in arrays.items()}
 
     def parameters_before_training(self) -> Parameters:
         """The trained parameters that the phase after the warm start begins with.
@@ -236,8 +253,8 @@ class PolicySource:
             return first_adapter(run.config, program.modules, program.base_template)
         warm = sft_result(run)
         check_restored(run, warm, TokenizerIdentity.of(self._tokenizer))
-        arrays = read_trained(run, warm, program.base_template)
-        return {name: device_array(array) for name, array in arrays.items()}
+        arrays = read_trained(run, warm, program.base_template, program.layout)
+        return {name: device_array(array, copy=False) for name, array in arrays.items()}
 
     def commit_base(self) -> tuple[SlotRef, ...]:
         """Commit the adapter's base, or find it committed; nothing for a run without an adapter.
@@ -247,9 +264,7 @@ class PolicySource:
         """
         if not self._program.modules:
             return ()
-        ref = by_first(self._committed_base)
-        assert ref is not None, "it is committed"
-        return (ref,)
+        return (self._committed_base(),)
 
     def _committed_base(self) -> SlotRef:
         run, config, lora = self._run, self._run.config, self._run.config.policy.lora
@@ -262,7 +277,8 @@ class PolicySource:
             "seed": config.seed,
         }
         decided = checkpoint_fingerprint(content, parents)
-        if (existing := find_commit(run.store, base_slot(), decided)) is not None:
+        existing = by_first(lambda: find_commit(run.store, base_slot(), decided))
+        if existing is not None:
             return existing
         parameters = self.policy_parameters(warm_start=from_warm_start)
         # A folder of the user's has these weights already: they are named by their digest, and not
@@ -294,5 +310,6 @@ class PolicySource:
         """The base's parameters on the devices, none without an adapter. Raises as `read_base`."""
         if self.adapter is None:
             return {}
-        base = read_base(self._run, self.adapter.base_digest, self._program.base_template)
-        return self._program.place_frozen(base)
+        program = self._program
+        base = read_base(self._run, self.adapter.base_digest, program.base_template, program.layout)
+        return program.place_frozen(base)

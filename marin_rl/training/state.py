@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import device_array, gathered
+from marin_rl.compilation import device_array
 from marin_rl.config import Config, PolicyConfig
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.lora.adapter import LoraModule, policy_digest
@@ -43,6 +44,8 @@ from marin_rl.training.model import build_model, digest_of, model_template, name
 from marin_rl.training.optimizer import first_moments
 from marin_rl.training.step_types import CriticState, Parameters, TrainState
 from marin_rl.types import SlotRef
+
+_taken = partial(device_array, copy=False)  # what was just read is nobody else's
 
 # Branches of a checkpoint that only the trainer reads; not every checkpoint has all of them.
 BESIDE_PARAMETERS = ("optimizer", "step", "rng", "refused", "average", "critic")
@@ -73,12 +76,18 @@ def template_of(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> Lan
     return template
 
 
-def first_parameters(config: Config, tokenizer: PreTrainedTokenizerBase) -> Parameters:
-    """The weights a model has before any training: from its folder, or random by the run's seed."""
+def first_parameters(
+    config: Config, tokenizer: PreTrainedTokenizerBase, like: Mapping[str, Any] | None = None
+) -> Parameters:
+    """The weights a model has before any training: from its folder, or random by the run's seed.
+
+    Where `like` has shardings, a process keeps its own part of them.
+    """
     policy = config.policy
     if policy.hf_path is not None:
-        return named_parameters(load_hf(policy.hf_path))
-    return named_parameters(build_model(policy, vocabulary_of(policy, tokenizer), config.seed))
+        return named_parameters(load_hf(policy.hf_path, like))
+    rows = vocabulary_of(policy, tokenizer)
+    return named_parameters(build_model(policy, rows, config.seed, like))
 
 
 def fresh_state(
@@ -88,11 +97,15 @@ def fresh_state(
     *,
     averaged: bool = False,
     critic: CriticState | None = None,
+    shardings: Any = None,
 ) -> TrainState:
-    """A state before its first step; the moments are zero, the average begins at the parameters."""
+    """A state before its first step; the moments are zero, the average begins at the parameters.
+
+    `shardings` are of the optimizer's state; None: any.
+    """
     return TrainState(
         parameters=parameters,
-        optimizer=first_moments(optimizer, parameters),
+        optimizer=first_moments(optimizer, parameters, shardings),
         step=device_array(np.zeros((), np.int32)),
         # Both halves of a 64-bit seed: without x64, JAX would make a key of the lower one only.
         rng=device_array(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)),
@@ -135,16 +148,19 @@ def tree_of(state: TrainState, *, whole: bool = True) -> dict[str, Any]:
 
 
 def state_of(tree: Mapping[str, Any], like: TrainState) -> TrainState:
-    """Return the state that `tree_of` described, with the structure of `like`."""
+    """Return the state that `tree_of` described, with the structure of `like`.
+
+    A CPU may take the very memory of NumPy's arrays, which nobody else is to write to.
+    """
     average, critic = like.average, like.critic
     if average is not None:
-        average = {name: device_array(tree["average"][name]) for name in average}
+        average = {name: _taken(tree["average"][name]) for name in average}
     if critic is not None:
         critic = CriticState(**_trained_of(tree["critic"], critic))
     return TrainState(
         **_trained_of(tree, like),
-        rng=device_array(tree["rng"]),
-        refused=device_array(tree["refused"]),
+        rng=_taken(tree["rng"]),
+        refused=_taken(tree["refused"]),
         average=average,
         critic=critic,
     )
@@ -161,11 +177,11 @@ def _trained_tree(state: TrainState | CriticState) -> dict[str, Any]:
 
 def _trained_of(tree: Mapping[str, Any], like: TrainState | CriticState) -> dict[str, Any]:
     leaves = _optimizer_leaves(like.optimizer)
-    moments = [device_array(tree["optimizer"][name]) for name, _ in leaves]
+    moments = [_taken(tree["optimizer"][name]) for name, _ in leaves]
     return {
-        "parameters": {name: device_array(tree["parameters"][name]) for name in like.parameters},
+        "parameters": {name: _taken(tree["parameters"][name]) for name in like.parameters},
         "optimizer": jax.tree.unflatten(jax.tree.structure(like.optimizer), moments),
-        "step": device_array(tree["step"]),
+        "step": _taken(tree["step"]),
     }
 
 
@@ -216,8 +232,10 @@ class Identity:
     def of(
         cls, state: TrainState, tokenizer: TokenizerIdentity, adapter: AdapterOf | None = None
     ) -> "Identity":
-        """The identity of a state that is trained and served with a tokenizer."""
-        state = gathered(state)
+        """The identity of a state that is trained and served with a tokenizer.
+
+        Where it is spread over processes all of them call this: see `model.digest_of`.
+        """
         own = digest_of(state.parameters)
         of_adapter: dict[str, Any] = {}
         if adapter is not None:
@@ -270,9 +288,10 @@ def identity_of(run: Run, ref: SlotRef) -> Identity:
 def restore_state(
     run: Run, ref: SlotRef, like: TrainState, tokenizer: TokenizerIdentity
 ) -> TrainState:
-    """The state of a whole checkpoint. Raises InputError if it belongs to another tokenizer.
+    """The state of a whole checkpoint, on the devices that `like` has shardings of.
 
-    Raises CorruptObject where files are damaged, or where the arrays are those of another model.
+    Raises InputError if it belongs to another tokenizer, CorruptObject where files are damaged, or
+    where the arrays are those of another model.
     """
     # By the manifest, before gigabytes of arrays are read.
     check_restored(run, ref, tokenizer)
@@ -296,11 +315,11 @@ def restore_parameters(
     """Only the trained parameters of a checkpoint. Raises as `restore_state` does."""
     check_restored(run, ref, tokenizer)
     arrays = read_parameters(run, ref, like.parameters)
-    return {name: device_array(array) for name, array in arrays.items()}
+    return {name: _taken(array) for name, array in arrays.items()}
 
 
-def read_parameters(run: Run, ref: SlotRef, like: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Parameters of a checkpoint on the host, whatever else it holds. Raises CorruptObject."""
+def read_parameters(run: Run, ref: SlotRef, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a checkpoint, whatever else it holds: see `restore_checkpoint`."""
     like = {"parameters": dict(like)}
     return restore_checkpoint(run, ref, like, unasked=BESIDE_PARAMETERS)["parameters"]
 
@@ -355,21 +374,9 @@ class CheckpointSlot:
     ) -> SlotRef:
         """Commit a state; totals that are not finite are left out.
 
-        With several processes all of them call it, and process 0 writes. Raises CommitConflict, and
-        StorageError of the store.
+        With several processes all of them call it, and each writes its part. Raises CommitConflict,
+        and StorageError of the store.
         """
-        state = gathered(state)
-        ref = by_first(lambda: self._commit(state, totals, extra or {}, extra_parts))
-        assert ref is not None, "it is committed"
-        return ref
-
-    def _commit(
-        self,
-        state: TrainState,
-        totals: Mapping[str, float],
-        extra: Mapping[str, Any],
-        extra_parts: ExtraParts | None,
-    ) -> SlotRef:
         whole = self.optimizer_round is None
         earlier = {} if whole else {OPTIMIZER_ROUND: self.optimizer_round}
         identity = Identity.of(state, self.tokenizer, self.adapter).as_dict()
@@ -381,9 +388,7 @@ class CheckpointSlot:
             parents=self.parents,
             # A manifest is strict JSON, which has neither NaN nor infinities.
             totals={name: value for name, value in totals.items() if math.isfinite(value)},
-            extra={**identity, **earlier, **extra},
+            extra={**identity, **earlier, **(extra or {})},
             facts=self.facts,
             extra_parts=extra_parts,
-            # A few small arrays: Orbax takes ten times as long for them as one file does.
-            pack=self.adapter is not None,
         )

@@ -72,8 +72,6 @@ ALL_S_MAX = 1800 if "MARIN_RL_FAULT_GROUPS" in os.environ else 24 * 3600
 Case = tuple[str, str]  # the kind of a fault, and the name of what it befalls
 Suffer = Callable[[Sequence[Case]], tuple[Config, Sequence[str]]]
 
-ORBAX = "/ocdbt.process_0/d/"
-
 
 def groups(names: Sequence[str], kinds: Sequence[str], apart: int) -> list[list[Case]]:
     """Every kind at every name, once; in a group every `apart`-th name, and the kinds in turn."""
@@ -92,15 +90,13 @@ class Played:
     """Outcome of groups of faults.
 
     `suffer` plays a run that meets the faults of a group, and names those that it never met. They,
-    and all of a group that did not end as it should, are played singly, and then have to come. But
-    `absent` are faults of files that Orbax writes in one run and not in another, as its threads go.
+    and all of a group that did not end as it should, are played singly, and then have to come.
     """
 
     suffer: Suffer
     expected: Outcome
     runs: int = 0
     passed: int = 0
-    absent: int = 0
     failures: list[str] = field(default_factory=list)
 
     def play(self, group: Sequence[Case]) -> None:
@@ -120,9 +116,7 @@ class Played:
 
     def _missed(self, cases: Sequence[Case], *, alone: bool) -> None:
         for case in cases:
-            if ORBAX in case[1]:
-                self.absent += 1
-            elif alone:
+            if alone:
                 self._blame(["it never came"], [case])
             else:
                 self.play([case])
@@ -149,12 +143,12 @@ def play_groups(every: Sequence[Sequence[Case]], suffer: Suffer, expected: Outco
         print(played.passed, end=" ", flush=True)
     faults = sum(len(group) for group in every)
     print(
-        f"\n{played.passed} of {faults} faults passed and {played.absent} did not come, in "
+        f"\n{played.passed} of {faults} faults passed, in "
         f"{played.runs} runs, {time.monotonic() - began:.0f} s, of which "
         f"{time.process_time() - cpu_began:.0f} s are processor time of this process"
     )
     print(*played.failures, sep="\n")
-    assert played.failures or played.passed + played.absent == faults
+    assert played.failures or played.passed == faults
     return played.failures
 
 

@@ -91,7 +91,7 @@ def test_the_plan_bounds_what_lies_on_disk(played: Played) -> None:
     assert on_disk("rollouts") <= planned.rollout_disk_bytes
     assert on_disk("batches") <= planned.batch_disk_bytes
     assert planned.checkpoint_disk_bytes is not None
-    # The least: arrays of a small model take less than Orbax's own files.
+    # The least: a small model's arrays come with their names.
     assert planned.checkpoint_disk_bytes <= on_disk("checkpoints")
 
 

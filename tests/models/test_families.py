@@ -18,6 +18,7 @@ from support.models import rows_of
 from support.run_factories import character_tokenizer
 from transformers import LlamaConfig
 
+from marin_rl.config import MeshConfig
 from marin_rl.errors import InputError
 from marin_rl.inference import decoder
 from marin_rl.inference.kv_cache import empty_cache
@@ -25,9 +26,11 @@ from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.models.families import LLAMA_DEFAULTS, check_peft_names, described, described_folder
 from marin_rl.models.module import LanguageModel
 from marin_rl.models.spec import Rope
+from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.hf_folders import load_hf, save_hf
-from marin_rl.training.hf_weights import exported
+from marin_rl.training.hf_weights import exported, hf_template
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
+from marin_rl.training.mesh import layout_of
 from marin_rl.training.model import named_parameters, with_parameters
 
 GOLDEN = golden()
@@ -115,6 +118,15 @@ def test_the_engines_logits_are_those_of_transformers(case, model, measured):
         each, cache = step(fused, rotary, cache, ids[:, at], jnp.full(2, at, jnp.int32))
         if at in KEPT:
             assert_close(measured, case, "engine", each, expected[:, KEPT.index(at)])
+
+
+def test_each_device_has_its_own_part_of_a_folder(folder: Path, model: LanguageModel) -> None:
+    template, layout = hf_template(folder), layout_of(MeshConfig(fsdp=2))
+    like = layout.parameters_like(trained_shapes(template), template)
+    placed = named_parameters(load_hf(folder, like))
+    for name, array in named_parameters(model).items():
+        assert placed[name].sharding == like[name].sharding
+        np.testing.assert_array_equal(placed[name], array)
 
 
 def test_an_exported_folder_has_the_same_tensors_and_describes_the_same_model(

@@ -5,12 +5,11 @@ for a block, `install("kill-before:17")` for good.
 
 N counts, from 1 and over the whole process, what `open_store`'s stores are asked to do: create,
 read, write a part, list, list children, delete, ask for a size, and hand out the path of a local
-file, which Orbax and memory maps then work on by themselves. Of all operations those that create
+file, which memory maps then work on by themselves. Of all operations those that create
 change what others see; the rest is counted because a process may die, and a network fail, anywhere.
 """
 
 import os
-import random
 import secrets
 import signal
 import threading
@@ -28,7 +27,6 @@ from marin_rl.storage.stores.store import Keys, ObjectStore, PutOutcome
 BACKENDS = dict(filesystem.BACKENDS)
 # Longer than the first pauses of the commit protocol, which thus looks again before it happens.
 DELAY_S = 0.3
-AMID_S_MAX = 0.03
 
 # What may befall operation N, and what it then is to the caller.
 KINDS = {
@@ -169,10 +167,7 @@ class FaultyStore(ObjectStore):
         """The result of `operation`, unless it is the one. Raises _NoAnswer where none comes."""
         url = f"{self.url}/{key}"
         kind = self._operations.next(name, url)
-        if kind == "kill-amid" and name == "path":
-            # The file is written after this call returns, by Orbax, so a timer has to kill.
-            self._kill_soon()
-        elif kind is not None:
+        if kind is not None:
             _befall(kind, url, operation, amid)
         return operation()
 
@@ -188,13 +183,6 @@ class FaultyStore(ObjectStore):
                 )
 
         return tear
-
-    def _kill_soon(self) -> None:
-        """Kill the process while a file is being written: at a moment that depends on the count
-        alone.
-        """
-        delay_s = random.Random(self._operations.count).uniform(0, AMID_S_MAX)
-        threading.Timer(delay_s, kill).start()
 
 
 class _NoAnswer(StoreUnavailable):

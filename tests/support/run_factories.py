@@ -1,7 +1,7 @@
 """Runs made by hand in a second, without JAX: groups, rounds, complete runs, a run to display.
 
-Rounds of rollouts by hand, real batches, real metrics. Checkpoints have files and scores where
-Orbax would put them, but cannot be restored. The completions of `shown_run` try to be HTML.
+Rounds of rollouts by hand, real batches, real metrics. Checkpoints have files and scores where a
+trainer would put them, but cannot be restored. The completions of `shown_run` try to be HTML.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -285,7 +285,7 @@ def sampled_pair() -> PreferencePair:
     )
 
 
-FILES = ("_METADATA", "manifest.ocdbt", "d/array")
+FILES = ("arrays-00000-00000.safetensors", "arrays-00000-00001.safetensors", "index-00000.json")
 
 
 def checkpoint(

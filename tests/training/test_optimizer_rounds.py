@@ -82,8 +82,7 @@ def test_every_third_checkpoint_and_the_last_are_whole(roots: dict[str, Path], t
     manifests = [manifest_of(third.store, at(third, number)) for number in range(6)]
     assert [optimizer_round(manifest) for manifest in manifests] == [None, 0, 0, None, 3, None]
     stored = [sum(part.bytes for part in array_parts(manifest)) for manifest in manifests]
-    # Orbax packs tiny arrays by chance: how much smaller they are is for larger models to show.
-    assert max(stored[1], stored[2], stored[4]) < min(stored[0], stored[3], stored[5])
+    assert max(stored[1], stored[2], stored[4]) < 0.4 * min(stored[0], stored[3], stored[5])
     assert digests(third) == digests(every)
     # Whatever a process finds, it has the whole state: every moment of the optimizer too.
     reader = Trainer(every, tokenizer)
@@ -187,7 +186,7 @@ def test_the_plan_is_what_lies_there(debug: Load, tokenizer, every: int, retenti
         if round < 5:
             checkpoint = play(run, trainer, checkpoint, [round])
     planned = plan(config)
-    # Orbax packs the arrays a little: sizes are compared by those of a whole checkpoint.
+    # A file has a header too: sizes are compared by those of a whole checkpoint.
     assert planned.checkpoint_disk_bytes is not None
     assert planned.checkpoint_written_bytes is not None
     assert planned.checkpoint_bytes is not None

@@ -241,22 +241,6 @@ def _not_folders(top: str) -> Iterator[str]:
             continue
 
 
-def sync_folders(folder: Path) -> None:
-    """Make the entries of `folder`, and of every folder below it, durable.
-
-    For parts that a library writes by itself, whose contents are synced already, before the
-    manifest that names them is committed.
-    """
-
-    def unless_gone(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):  # a folder that vanishes meanwhile is empty
-            raise error
-
-    # A file's name is an entry of its folder: a crash loses it until the folder is synced.
-    for name, _, _ in os.walk(folder, onerror=unless_gone):
-        _sync_folder(Path(name))
-
-
 def make_folder(folder: Path) -> None:
     """Create `folder` and what is missing above it, each entry durable."""
     if folder.is_dir():
