@@ -24,7 +24,8 @@ from marin_rl.errors import ConfigError
 from marin_rl.isolated.supervisor import LINUX, end_with
 from marin_rl.machine import computes_on_host
 
-GRACE_S, END_S = 3.0, 25.0  # from the first end to SIGTERM for the others, and to SIGKILL
+# From the first end to SIGTERM for the others, where it is a failure or not, and to SIGKILL.
+GRACE_S, END_S = 3.0, 25.0
 LAUNCHED = ("run", "sft", "reward-model", "preference")
 
 
@@ -129,8 +130,9 @@ class _Watch:
                     self._children[other].send_signal(sign)
                 continue
             if not ends:
-                now = time.monotonic()
-                self._steps = [(now + GRACE_S, signal.SIGTERM), (now + END_S, signal.SIGKILL)]
+                # Where all end well, process 0 is the last: it reports.
+                asked = time.monotonic() + (GRACE_S if status else END_S)
+                self._steps = [(asked, signal.SIGTERM), (asked + END_S, signal.SIGKILL)]
             self._running.discard(number)
             ends[number] = status
         # In the order of the ends: what failed later may have failed for the first.
