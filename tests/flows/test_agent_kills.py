@@ -1,0 +1,128 @@
+"""`kill -9` at random instants of a run of agents, and of its programs: nothing lost or doubled.
+
+    MARIN_RL_KILLS=20 MARIN_RL_SEED=3 pytest -m slow -s tests/flows/test_agent_kills.py
+
+One process samples, serves and trains. What it had committed must never change, and in the end it
+must be, bit by bit, the undisturbed run, whose programs ask the same. A program that is killed is
+one that ended with the status of its signal, so that its rollout is another one.
+"""
+
+import os
+import random
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integrations.test_agent import CLIENT
+from support.cases import printed_seed
+from support.faults import committed_digests, outcome
+from support.flow_runs import ForkedRuns
+from support.run_factories import audit_round
+from support.sandboxes import reason_to_skip
+from support.scripted_policies import tool_run
+
+from marin_rl.config import Config, load_config
+from marin_rl.storage.runs import Run
+from marin_rl.storage.tables.rollouts import iter_shards
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
+]
+KILLS, ROUNDS = 3, 3
+LIVES_MAX = 1.2  # times the processor time of the undisturbed run
+PROGRAM = """
+import time
+answer = ask(first)
+for word in ("so", "why"):
+    ask([*first, answer, {"role": "user", "content": word}])
+    time.sleep(0.2)
+open("out", "w").write(answer["content"])
+"""
+# Texts of a model that was never trained have one of these soon, so that turns end.
+STOPS = ["a", "e", "i", "o", "u", "n", "r", "s", "t", "l", "d", "m"]
+
+
+def agents(place: Path, *overrides: str) -> Config:
+    """A run of agents that branch; all of the same name, for samples depend on it."""
+    work = place / "work"
+    work.mkdir(parents=True)
+    (work / "agent.py").write_text(CLIENT + PROGRAM)
+    rows = "".join(f'{{"prompt": "say {row}", "answer": "x"}}\n' for row in range(8))
+    (place / "rows.jsonl").write_text(rows)
+    options: dict[str, Any] = {
+        "path": str(place / "rows.jsonl"),
+        "check": ["{python}", "-c", "import sys; sys.exit(len(open('out').read()) % 2)"],
+        "folder": str(work),
+        "command": ["{python}", "agent.py"],
+        "eval_fraction": 0.5,
+    }
+    tool_run(place, {"name": "agent", "step_timeout_s": 120.0, "options": options}, 2, 2, 1024)
+    settings = (f"rounds={ROUNDS}", "sampling.max_tokens=96", f"sampling.stop={STOPS!r}")
+    commits = ("rollouts.commit_groups=true",)
+    return load_config(place / "run.yaml", [*settings, *commits, *overrides])
+
+
+def programs() -> list[int]:
+    """Processes that run an agent of this test."""
+    found = list[int]()
+    for process in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if (process / "cmdline").read_bytes().endswith(b"\0agent.py\0"):
+                found.append(int(process.name))
+    return found
+
+
+def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
+    choices = random.Random(printed_seed())
+    alone, config = agents(tmp_path / "alone"), agents(tmp_path / "killed")
+    assert forked_runs.run(alone) == 0, forked_runs.said()
+    whole_s, known, killed = forked_runs.cpu_s, committed_digests(config), 0
+    for _ in range(count):
+        life_s = choices.uniform(0.2, LIVES_MAX * whole_s)
+        killed += forked_runs.run(config, life_s=life_s) == -signal.SIGKILL
+        now = committed_digests(config)
+        assert known.items() <= now.items(), "something committed was lost or changed"
+        known = now
+        print(f"after {life_s:.1f} of {whole_s:.1f} s: {len(known)} commits")
+    print(f"{killed} of {count} kills met the run")
+    assert forked_runs.run(config) == 0, forked_runs.said()
+    assert outcome(config).same_as(outcome(alone)) == []
+
+
+def test_programs_that_are_killed_cost_their_rollouts_alone(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
+    choices, config, ended = random.Random(printed_seed()), agents(tmp_path), threading.Event()
+    killed = list[int]()
+
+    def kill() -> None:
+        while len(killed) < count and not ended.wait(choices.uniform(0.05, 0.5)):
+            if running := programs():
+                killed.append(choices.choice(running))
+                with suppress(ProcessLookupError):
+                    os.kill(killed[-1], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        assert forked_runs.run(config) == 0, forked_runs.said()
+    finally:
+        ended.set()
+        killing.join()
+    run, rollouts = Run.open(config.root, config.run_id), list[dict[str, Any]]()
+    for round in range(ROUNDS):
+        assert audit_round(run, round).offences == {}
+        for table in iter_shards(run, round, ("rollout_id", "status", "error")):
+            rollouts += table.to_pylist()
+    print(
+        f"{len(killed)} kills, {sum(row['status'] != 'complete' for row in rollouts)} not complete"
+    )
+    assert len({row["rollout_id"] for row in rollouts}) == len(rollouts) == 4 * ROUNDS
+    assert killed
