@@ -32,6 +32,7 @@ from marin_rl.model_apis.responses import Responses
 
 BODY_BYTES_MAX = 2 << 20
 _DISCARDED = 16  # times a limit that is read of a longer body
+WAITING_MAX = 32  # calls of a session: each may hold the largest body
 KEEP_ALIVE_S = 10.0
 CLOSE_S = 1.0  # that answers get to be sent after the end
 CHARACTERS_PER_TOKEN = 4  # an estimate, for `count_tokens`
@@ -106,6 +107,7 @@ class Session:
         config = uvicorn.Config(
             Router(self.routes()), http="httptools", ws="none", lifespan="off", log_config=None,
             access_log=False, date_header=False, server_header=False,
+            limit_concurrency=2 * WAITING_MAX,
         )  # fmt: skip
         config.load()
         loop = asyncio.get_running_loop()
@@ -191,10 +193,15 @@ class Session:
         return self._enqueued(body, call)
 
     def _enqueued(self, body: Mapping[str, Any], call: ModelCall) -> WaitingCall:
-        """The call of a request; that of an equal one whose answer was not taken yet."""
+        """The call of a request; that of an equal one whose answer was not taken yet.
+
+        Raises Refused where too many wait.
+        """
         told = {name: value for name, value in body.items() if name not in _BOOKKEEPING}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         if (waiting := self._waiting.get(digest)) is None:
+            if len(self._waiting) >= WAITING_MAX:
+                raise Refused(400, f"expected at most {WAITING_MAX} calls that wait for answers")
             waiting = self._waiting[digest] = WaitingCall(call, digest)
             self.calls.put_nowait(waiting)
         return waiting

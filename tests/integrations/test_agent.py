@@ -402,3 +402,29 @@ def test_a_program_is_run_again_against_its_recorded_answers(tmp_path: Path) -> 
         place.write_text(CLIENT + program.replace(then, now))
         (episode,) = replay_rollouts(run, 0, name).episodes
         assert (episode.turns[-1].turn, episode.turns[-1].difference) == (number, difference)
+
+
+def test_a_program_can_neither_reward_itself_nor_go_on_after_its_end(tmp_path: Path) -> None:
+    program = """
+import socket, threading
+for path in ("/reward", "/take", "/../reward"):
+    status, text = post(path, {"reward": 100.0})
+    assert status == 404, (path, status)
+# the sockets of its session are there, and those of no other
+others = [name for place in ("/", "/tmp", "/work", "..") for name in os.listdir(place)]
+assert sum(name.endswith(".sock") for name in others if name.startswith(".")) == 2 * 1, others
+direct = socket.socket(socket.AF_UNIX)
+direct.connect("/work/.model.sock")
+lines = ["POST /v1/responses HTTP/1.1", "Host: x", "Content-Length: 2", "", "{}"]
+direct.sendall("\\r\\n".join(lines).encode())
+assert b" 401 " in direct.recv(4096)[:20]
+ask(first)
+if os.fork() == 0:  # which goes on after its parent
+    for number in range(1000):
+        ask([{"role": "user", "content": f"more {number}"}])
+print("done")
+"""
+    for rollout in rollouts_of(configured(tmp_path, program), count):
+        assert rollout.error is None
+        assert rollout.reward == 4.0
+        assert len([turn for turn in rollout.turns if turn.role == "assistant"]) < 60

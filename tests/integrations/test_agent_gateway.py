@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +277,19 @@ def test_a_conversation_is_the_same_however_its_client_writes_it() -> None:
     assert read[0] == read[1] == read[2]
     assert read[0][0] == Message(role="system", content="be brief")
     assert [message.role for message in read[0]] == ["system", "user", "assistant", "tool"]
+
+
+def test_calls_that_nobody_waits_for_any_more_are_bounded(tmp_path: Path) -> None:
+    async def body(opened: Session, client: httpx.AsyncClient) -> None:
+        async def leave(number: int) -> None:
+            asked = {"messages": [{"role": "user", "content": f"{number}"}]}
+            with suppress(httpx.ReadTimeout):
+                await client.post("/v1/chat/completions", json=asked, timeout=0.5)
+
+        await asyncio.gather(*map(leave, range(agent_gateway.WAITING_MAX)))
+        refused = await client.post("/v1/chat/completions", json={"messages": QUESTION})
+        assert refused.status_code == 400
+        assert "at most 32 calls" in refused.json()["error"]["message"]
+        assert opened.calls.qsize() == agent_gateway.WAITING_MAX
+
+    run(tmp_path, None, body)
