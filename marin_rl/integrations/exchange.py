@@ -78,6 +78,10 @@ def _write(run: Run, lines_of: "Lines", rounds: Sequence[int], file: BinaryIO) -
     return Exported(lines=lines, left_out=left_out)
 
 
+def _samples(group: RolloutGroup, rollout: Rollout) -> list[Sample]:
+    return samples_of(rollout, begins_anew=group.example.environment == "agent")
+
+
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
     return [message_body(turn.message) for turn in turns]
 
@@ -88,7 +92,7 @@ Lines = Callable[[Run, int, RolloutGroup, Members], Iterator[Mapping[str, Any]]]
 
 def _trl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[dict[str, Any]]:
     for rollout in members:
-        for sample in samples_of(rollout):
+        for sample in _samples(group, rollout):
             yield {
                 "prompt": _messages(sample.prompt),
                 "completion": _messages(sample.response),
@@ -105,7 +109,7 @@ def _trl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterato
 def _verl(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[dict[str, Any]]:
     for rollout in members:
         timing = rollout.timing
-        for sample in samples_of(rollout):
+        for sample in _samples(group, rollout):
             yield {
                 "prompt_ids": sample.prompt_ids,
                 "response_ids": sample.response_ids,
@@ -183,13 +187,13 @@ def _traces(
                 "work": {"type": "train", "step": round, "policy": policy},
             },
             "ok": True,
-            "traces": [_trace(rollout, task)],
+            "traces": [_trace(group, rollout, task)],
         }
 
 
-def _trace(rollout: Rollout, task: Mapping[str, Any]) -> dict[str, Any]:
+def _trace(group: RolloutGroup, rollout: Rollout, task: Mapping[str, Any]) -> dict[str, Any]:
     nodes: list[dict[str, Any]] = []
-    for sample in samples_of(rollout):
+    for sample in _samples(group, rollout):
         nodes += _nodes(rollout, sample, len(nodes))
     parts = rollout.reward_components
     rewards = {part.name: {"score": part.value, "weight": part.weight} for part in parts}

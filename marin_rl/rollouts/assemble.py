@@ -20,6 +20,7 @@ from jaxtyping import Float32, Int32
 from marin_rl.environments.base import reward_of
 from marin_rl.errors import BadResponse, MarinRLError
 from marin_rl.inference.client.answers import Completion
+from marin_rl.rollouts.forest import REWRITTEN, segments_of_rollout
 from marin_rl.rollouts.trajectories import (
     ABORTED,
     BRIDGE,
@@ -381,13 +382,31 @@ class Sample:
     logprobs: Float32[np.ndarray, " R"]
 
 
-def samples_of(rollout: Rollout) -> list[Sample]:
+def samples_of(rollout: Rollout, *, begins_anew: bool = False) -> list[Sample]:
+    """The segments of a rollout, each with the messages of its prompt.
+
+    With `begins_anew` a segment that goes back to no earlier turn is another conversation, whose
+    messages are its own; else it is the dialogue so far, rendered again.
+    """
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
     ends = list(accumulate(lengths))
-    return [
+    samples = [
         _sample(rollout, number, end - length, end)
         for number, (length, end) in enumerate(zip(lengths, ends, strict=True))
     ]
+    said = dict[int, Sequence[Turn]]()  # the conversation up to each turn, by its number
+    for segment in segments_of_rollout(rollout):
+        sample, first, parent = samples[segment["segment"]], segment["turn"], segment["parent"]
+        own = sample.prompt[first - 1 :]
+        if parent is not None and segment["reason"] != REWRITTEN:
+            sample = replace(sample, prompt=(*said[parent], *own))
+        elif begins_anew:
+            sample = replace(sample, prompt=own)
+        samples[segment["segment"]] = sample
+        for place in range(len(sample.response)):
+            after = sample.response[: place + 1]
+            said[first + len(own) + place] = (*sample.prompt, *after)
+    return samples
 
 
 def _sample(rollout: Rollout, number: int, start: int, end: int) -> Sample:

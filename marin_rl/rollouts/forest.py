@@ -11,6 +11,8 @@ import numpy as np
 
 from marin_rl.types import Rollout, Turn
 
+REWRITTEN = "rewritten history"
+
 
 def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The segments of a rollout with `token_ids` and `segment_lengths`; none where it is one.
@@ -74,7 +76,7 @@ def _reason(parent: int | None, read: Sequence[Mapping[str, Any]], *, first: boo
     if first:
         return "first call"
     if any(turn["role"] == "assistant" for turn in read):
-        return "rewritten history"
+        return REWRITTEN
     return "another prompt" if parent is None else f"goes back to turn {parent}"
 
 

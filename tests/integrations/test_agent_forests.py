@@ -39,6 +39,7 @@ from marin_rl.integrations.agent_gateway import Session
 from marin_rl.integrations.otel import resource_spans
 from marin_rl.isolated.sandbox import SandboxResult
 from marin_rl.progress import ProgressEvent
+from marin_rl.rollouts.assemble import samples_of
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.trajectories import GroupRequest
 from marin_rl.storage.runs import Run
@@ -204,6 +205,10 @@ def check(rollout: Rollout, draw: Draw, policy: Says) -> None:
     assert len(calls) == len(draw.calls)
     assert rollout.loss_mask.tolist() == trained.tolist()
     assert rollout.n_completion_tokens == trained.sum()
+    for sample in samples_of(rollout, begins_anew=True):
+        said = next(turn.content for turn in sample.response if turn.role == "assistant")
+        wanted = [(m["role"], m["content"]) for m in calls[said].messages]
+        assert [(turn.role, turn.content.strip()) for turn in sample.prompt] == wanted
     # a turn's first continuation is in its segment, and every other one is a segment, linked to it
     links = Counter(links_of(rollout))
     children = Counter(id(call.parent) for call in draw.calls if call.parent is not None)
