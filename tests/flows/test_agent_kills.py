@@ -3,8 +3,9 @@
     MARIN_RL_KILLS=20 MARIN_RL_SEED=3 pytest -m slow -s tests/flows/test_agent_kills.py
 
 One process samples, serves and trains. What it had committed must never change, and in the end it
-must be, bit by bit, the undisturbed run, whose programs ask the same. A program that is killed is
-one that ended with the status of its signal, so that its rollout is another one.
+must be, bit by bit, the undisturbed run, whose programs, or agents elsewhere, ask the same. A
+program that is killed is one that ended with the status of its signal: its rollout is another one,
+and a stage most of whose rollouts failed so is played again.
 """
 
 import os
@@ -15,8 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from integrations.test_agent import CLIENT
+from integrations.test_agent_sessions import ask, door, end
 from support.cases import printed_seed
 from support.faults import committed_digests, outcome
 from support.flow_runs import ForkedRuns
@@ -33,9 +36,9 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
 ]
-KILLS, ROUNDS = 3, 3
-WHOLE_S = 8.0  # at least, of the undisturbed run
-LIVES_MAX = 1.2  # times the processor time of the undisturbed run
+KILLS = int(os.environ.get("MARIN_RL_KILLS") or 3)
+ROUNDS = 3 * KILLS  # so that each kill may meet one
+LIFE_S_MAX = 6.5  # of processor time, of which a start takes 4
 PROGRAM = """
 import time
 answer = ask(first)
@@ -48,7 +51,13 @@ open("out", "w").write(answer["content"])
 STOPS = ["a", "e", "i", "o", "u", "n", "r", "s", "t", "l", "d", "m"]
 
 
-def agents(place: Path, *overrides: str) -> Config:
+PROGRAMS: dict[str, Any] = {
+    "command": ["{python}", "agent.py"],
+    "check": ["{python}", "-c", "import sys; sys.exit(len(open('out').read()) % 2)"],
+}
+
+
+def agents(place: Path, *overrides: str, sessions: Path | None = None) -> Config:
     """A run of agents that branch; all of the same name, for samples depend on it."""
     work = place / "work"
     work.mkdir(parents=True)
@@ -57,9 +66,7 @@ def agents(place: Path, *overrides: str) -> Config:
     (place / "rows.jsonl").write_text(rows)
     options: dict[str, Any] = {
         "path": str(place / "rows.jsonl"),
-        "check": ["{python}", "-c", "import sys; sys.exit(len(open('out').read()) % 2)"],
-        "folder": str(work),
-        "command": ["{python}", "agent.py"],
+        **(PROGRAMS | {"folder": str(work)} if sessions is None else {"sessions": str(sessions)}),
         "eval_fraction": 0.5,
     }
     tool_run(place, {"name": "agent", "step_timeout_s": 120.0, "options": options}, 2, 2, 1024)
@@ -79,19 +86,18 @@ def programs() -> list[int]:
 
 
 def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     choices = random.Random(printed_seed())
     alone, config = agents(tmp_path / "alone"), agents(tmp_path / "killed")
     assert forked_runs.run(alone) == 0, forked_runs.said()
-    whole_s, known, killed = max(WHOLE_S, forked_runs.cpu_s), committed_digests(config), 0
-    for _ in range(count):
-        life_s = choices.uniform(0.2, LIVES_MAX * whole_s)
+    known, killed = committed_digests(config), 0
+    for _ in range(KILLS):
+        life_s = choices.uniform(0.2, LIFE_S_MAX)
         killed += forked_runs.run(config, life_s=life_s) == -signal.SIGKILL
         now = committed_digests(config)
         assert known.items() <= now.items(), "something committed was lost or changed"
         known = now
-        print(f"after {life_s:.1f} of {whole_s:.1f} s: {len(known)} commits")
-    print(f"{killed} of {count} kills met the run")
+        print(f"after {life_s:.1f} s: {len(known)} commits")
+    print(f"{killed} of {KILLS} kills met the run")
     assert forked_runs.run(config) == 0, forked_runs.said()
     assert outcome(config).same_as(outcome(alone)) == []
 
@@ -99,12 +105,11 @@ def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path)
 def test_programs_that_are_killed_cost_their_rollouts_alone(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    count = int(os.environ.get("MARIN_RL_KILLS") or KILLS)
     choices, config, ended = random.Random(printed_seed()), agents(tmp_path), threading.Event()
     killed = list[int]()
 
     def kill() -> None:
-        while len(killed) < count and not ended.wait(choices.uniform(0.05, 0.5)):
+        while len(killed) < KILLS and not ended.wait(choices.uniform(0.05, 0.5)):
             if running := programs():
                 killed.append(choices.choice(running))
                 with suppress(ProcessLookupError):
@@ -113,7 +118,9 @@ def test_programs_that_are_killed_cost_their_rollouts_alone(
     killing = threading.Thread(target=kill)
     killing.start()
     try:
-        assert forked_runs.run(config) == 0, forked_runs.said()
+        starts = 1
+        while forked_runs.run(config):
+            assert (starts := starts + 1) <= KILLS + 1, forked_runs.said()
     finally:
         ended.set()
         killing.join()
@@ -127,3 +134,48 @@ def test_programs_that_are_killed_cost_their_rollouts_alone(
     )
     assert len({row["rollout_id"] for row in rollouts}) == len(rollouts) == 4 * ROUNDS
     assert killed
+
+
+def harness(url: str, ended: threading.Event) -> None:
+    """Take sessions and play them; one whose run was killed is left."""
+    while not ended.is_set():
+        with suppress(httpx.TransportError):
+            if (answer := httpx.post(f"{url}/sessions")).status_code != 201:
+                ended.wait(0.1)
+                continue
+            session = answer.json()
+            first = [{"role": "user", "content": session["task"]["prompt"]}]
+            if (answer := ask(session, first)).status_code == 200:
+                said = answer.json()["choices"][0]["message"]["content"]
+                end(session, reward=len(said) % 2)
+
+
+def test_sessions_elsewhere_survive_kills_of_their_run(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    choices, ended = random.Random(printed_seed()), threading.Event()
+    alone, config = (
+        agents(tmp_path / name, sessions=tmp_path / name / "s") for name in ("alone", "killed")
+    )
+    with door(alone) as first, door(config) as second:
+        threads = [
+            threading.Thread(target=harness, args=(url, ended)) for url in (first, second) * 2
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            assert forked_runs.run(alone) == 0, forked_runs.said()
+            known, killed = committed_digests(config), 0
+            for _ in range(KILLS):
+                life_s = choices.uniform(0.2, LIFE_S_MAX)
+                killed += forked_runs.run(config, life_s=life_s) == -signal.SIGKILL
+                now = committed_digests(config)
+                assert known.items() <= now.items(), "something committed was lost or changed"
+                known = now
+            assert forked_runs.run(config) == 0, forked_runs.said()
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+    print(f"{killed} of {KILLS} kills met the run")
+    assert outcome(config).same_as(outcome(alone)) == []
