@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 sys.path.insert(0, str(REPOSITORY))  # this checkout, whatever is installed
 
+from machine import print_head
+
 Figures = dict[str, Any]
 
 
@@ -75,6 +77,7 @@ def main() -> None:
         for figures in PARTS[options.part](options):
             print(json.dumps(figures), flush=True)
         return
+    print_head()
     began, results, roofs = time.monotonic(), list[Figures](), Figures()
     output = Path(options.output)
     output.mkdir(parents=True, exist_ok=True)
