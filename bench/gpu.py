@@ -25,11 +25,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parent
-sys.path.insert(0, str(REPOSITORY))  # this checkout, whatever is installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
 from machine import print_head
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
 
 Figures = dict[str, Any]
 
