@@ -407,3 +407,32 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
         assert (status, answer["error"]["code"]) == (504, "request_timeout")
         wait_until(lambda: not (server.engine.queued or server.engine.active))
         assert talk(server, "POST", CHAT, chat_body(max_tokens=1))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", CHAT, b"{"),
+        ("POST", CHAT, b'{"model": "gpt"}'),
+        ("POST", CHAT, b"\xff\xfe\x00"),
+        ("POST", CHAT, b"[" * 100_000),
+        ("POST", "/detokenize", b'{"tokens": [1000000]}'),
+        ("POST", "/tokenize", b'{"prompt": 3}'),
+        ("POST", "/v1/completions", b'{"model": "policy", "prompt": [-1]}'),
+        ("GET", "/v1/models/../../etc/passwd", b""),
+        ("GET", "/v1/nothing", b""),
+        ("DELETE", CHAT, b""),
+    ],
+)
+def test_no_error_tells_of_files_traces_or_other_requests(
+    closed: PolicyServer, method: str, path: str, body: bytes
+) -> None:
+    told = chat_body(messages=[{"role": "user", "content": SECRET}])
+    talk(closed, "POST", CHAT, told, bearer(API))
+    status, headers, answer = talk(closed, method, path, body, bearer(API))
+    assert 400 <= status < 500
+    text = str(answer)
+    for leak in ("Traceback", "site-packages", "/work", "/home", ".py", SECRET, API, ADMIN):
+        assert leak not in text, (leak, text)
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert headers["x-request-id"]

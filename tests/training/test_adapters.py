@@ -16,6 +16,7 @@ from marin_rl.errors import ConfigError, CorruptObject, InputError, ObjectMissin
 from marin_rl.lora.adapter import digest_of, initial_arrays, merged, policy_digest
 from marin_rl.lora.peft import configured_modules, write_peft
 from marin_rl.serving.weights.checkpoint_loader import read_checkpoint, read_folder
+from marin_rl.serving.weights.export import export_hf
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, base_slot, checkpoint_slot, committed
 from marin_rl.storage.upkeep.fsck import check_run
@@ -34,6 +35,7 @@ from marin_rl.training.logprobs import token_logprobs
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model, named_parameters, parameter_shapes
 from marin_rl.training.optimizer import make_optimizer
+from marin_rl.training.replay import replay_round
 from marin_rl.training.state import fresh_state, identity_of
 from marin_rl.training.step_types import StepSettings, step_arrays
 
@@ -391,3 +393,30 @@ def test_an_optimizer_has_moments_of_the_adapter_alone():
     assert sum(leaf.size for leaf in moments if leaf.ndim) == 2 * sum(
         a.size for a in arrays.values()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.isa
+@pytest.mark.bits
+def test_rounds_end_in_the_same_bits_however_they_are_interrupted(
+    played, debug, tokenizer, tmp_path
+):
+    run, _, last = played
+    other = Run.create_or_open(debug(*SETTINGS, f"root={tmp_path / 'other'}"))
+    checkpoint = Trainer(other, tokenizer).init_policy()
+    for round in range(2):
+        checkpoint = play(other, Trainer(other, tokenizer), checkpoint, [round])
+    digests = [identity_of(*pair).parameters_digest for pair in ((run, last), (other, checkpoint))]
+    assert digests[0] == digests[1]
+    replayed = replay_round(run, 1)
+    assert replayed.equal
+    assert replayed.digest == digests[0]
+
+
+@pytest.mark.slow
+def test_a_merged_checkpoint_is_exported_as_a_model_folder(played, tmp_path):
+    run, trainer, _ = played
+    export_hf(run, None, tmp_path / "hf")
+    model = read_folder(str(tmp_path / "hf")).model
+    for name, array in named_parameters(trainer.models()[1]).items():
+        np.testing.assert_allclose(named_parameters(model)[name], array, atol=1e-6)
