@@ -86,16 +86,10 @@ class Followed:
         new = [n for n, item in slots.items() if item.evaluation and n not in self._evaluations]
         if new:
             self._evaluations |= evaluations(self.run, new)
-        return _merged(self._metrics, self._evaluations)
-
-
-def _merged(
-    metrics: Mapping[int, Mapping[str, Any]], evaluations: Mapping[int, Mapping[str, float]]
-) -> list[dict[str, Any]]:
-    rows = {round: dict(row) for round, row in metrics.items()}
-    for round, values in evaluations.items():
-        rows.setdefault(round, {"round": round}).update(values)
-    return [rows[round] for round in sorted(rows)]
+        rows = {round: dict(row) for round, row in self._metrics.items()}
+        for round, values in self._evaluations.items():
+            rows.setdefault(round, {"round": round}).update(values)
+        return [rows[round] for round in sorted(rows)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,12 +258,9 @@ def each_run(
 
 
 def metric_rows(run: Run) -> list[dict[str, Any]]:
-    """The committed metrics of a run, one row per round, ascending.
-
-    Row r has the evaluation of checkpoint r; the last row may hold an evaluation alone.
-    """
-    rows = {row["round"]: row for row in read_metrics(run).to_pylist()}
-    return _merged(rows, evaluations(run))
+    """The committed metrics of a run; see `Followed.rows`."""
+    followed = Followed(run)
+    return followed.rows(followed.progress())
 
 
 def headline(rows: Sequence[Mapping[str, Any]], run_id: str) -> str:

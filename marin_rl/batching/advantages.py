@@ -8,9 +8,8 @@ arrays or lists; NaN or None marks a rollout that has none or is masked out: it 
 mean and gets 0. What is computed is float64. A group with fewer than two valid rewards carries no
 signal against its own mean: all 0.
 
-Returns over time (discounted sums, generalised advantage estimation) are of one trajectory of T
-steps, in float64; training has the same estimation over padded rows on the device
-(training/token_advantages.py), and a test compares them.
+Returns over time are of one trajectory of T steps, in float64; generalised advantage estimation is
+the training step's, over padded rows on the device (training/token_advantages.py).
 
 Axes: G members of a group; `*P G` is one group or a stack of them.
 """
@@ -26,44 +25,20 @@ from marin_rl.finite import usable_rewards
 
 
 def discounted_returns(
-    reward_T: Real[np.ndarray, " T"],
-    discount_T: Real[np.ndarray, " T"],
-    bootstrap: float = 0.0,
+    reward_T: Real[np.ndarray, " T"], discount_T: Real[np.ndarray, " T"]
 ) -> Float64[np.ndarray, " T"]:
-    """`G_t = r_t + d_t G_{t+1}`, with `G_T = bootstrap` after the last step.
+    """`G_t = r_t + d_t G_{t+1}`, with `G_T = 0` after the last step.
 
     `discount_T` is gamma, and 0 where an episode ends (Sutton and Barto, equation 3.9).
     """
     reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
     returns_T = np.empty_like(reward_T)
-    following = bootstrap
+    following = 0.0
     # From the end: each step needs the return of the one after it.
     for t in reversed(range(len(reward_T))):
         following = reward_T[t] + discount_T[t] * following
         returns_T[t] = following
     return returns_T
-
-
-def gae(
-    reward_T: Real[np.ndarray, " T"],
-    discount_T: Real[np.ndarray, " T"],
-    value_T1: Real[np.ndarray, " T1"],
-    lambda_: float,
-) -> Float64[np.ndarray, " T"]:
-    """Generalised advantage estimation: `A_t = sum_l (gamma lambda)^l delta_{t+l}`.
-
-    `delta_t = r_t + d_t V_{t+1} - V_t`; `value_T1` has the value after the last step as its last
-    entry (0 where the episode ended). Schulman et al. 2016, equations 11 and 16. Raises ValueError
-    unless there is one value more than rewards.
-    """
-    if len(value_T1) != len(reward_T) + 1:
-        raise ValueError(f"expected {len(reward_T) + 1} values, found {len(value_T1)}")
-    reward_T, discount_T = reward_T.astype(np.float64), discount_T.astype(np.float64)
-    value_T1 = value_T1.astype(np.float64)
-    # Temporal differences.
-    delta_T = reward_T + discount_T * value_T1[1:] - value_T1[:-1]
-    # Equation 16 is a discounted sum of deltas, so an episode's end cuts it there too.
-    return discounted_returns(delta_T, discount_T * lambda_)
 
 
 def rewards_of(

@@ -80,18 +80,16 @@ def pack(
     prompt_K: Integers,
     sampled_K: Integers,
     group_K: Integers,
+    step_K: Integers,
     *,
     row_tokens: int,
-    sequences_per_step: int,
     share: bool,
-    rollout_K: Integers | None = None,
 ) -> Packing:
     """Sequences into rows of `row_tokens`, in order; a row is left when the next does not fit.
 
-    A sequence is a rollout, or a segment of the rollout that `rollout_K` counts it to; a step has
-    `sequences_per_step` rollouts. With `share`, a sequence whose group's prompt lies in the current
-    row adds its completion alone, and a group that would not fit into what is left of a row begins
-    a new one. Raises ConfigError for a sequence longer than a row.
+    A sequence is a rollout, or a segment of one. With `share`, a sequence whose group's prompt lies
+    in the current row adds its completion alone, and a group that would not fit into what is left
+    of a row begins a new one. Raises ConfigError for a sequence longer than a row.
     """
     longest = int((prompt_K + sampled_K).max(initial=0))
     if longest > row_tokens:
@@ -102,7 +100,6 @@ def pack(
     packer = _Packer(row_tokens, share)
     if len(group_K) == 0:
         return packer.packing()
-    step_K = (np.arange(len(group_K)) if rollout_K is None else rollout_K) // sequences_per_step
     # Tokens of each sequence's group within its step, the prompt counted once.
     _, index_K = np.unique(np.stack([step_K, group_K]), axis=1, return_inverse=True)
     index_K = index_K.reshape(-1)

@@ -13,6 +13,7 @@ Axes: N rollouts of a round in shard order, S segments of them, K those of kept 
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -118,20 +119,26 @@ def plan_round(scalars: pa.Table, config: Config, round: int, *, alike: bool = T
     kept_N = decision.kept_N
     tokens_N = numbers(scalars, "n_prompt_tokens") + numbers(scalars, "n_completion_tokens")
     segments = Segments.of(scalars, tokens_N)
-    kept_S = kept_N[segments.rollout_S]
+    rollout_S, kept_S = segments.rollout_S, kept_N[segments.rollout_S]
     # At least 1: a round of which nothing is kept would divide by 0.
     per_step = config.batching.sequences_per_step or max(int(kept_N.sum()), 1)
-    length, microbatch_rows = int(segments.tokens_S[kept_S].max(initial=1)), None
-    sequences = _Sequences.of(segments, kept_N, decision.group_N, per_step)
+    # Steps count rollouts: all segments of one are trained on in the same update.
+    step_K = (np.cumsum(kept_N) - 1)[rollout_S[kept_S]] // per_step
+    # What a later segment begins with follows from its own first one: no other rollout has it.
+    alone_S = -1 - np.arange(len(rollout_S))
+    group_S = np.where(segments.begins_S, decision.group_N[rollout_S], alone_S)
+    lead_K, tokens_K = segments.lead_S[kept_S], segments.tokens_S[kept_S]
+    packed = partial(pack, lead_K, tokens_K - lead_K, group_S[kept_S], step_K)
+    length, microbatch_rows = int(tokens_K.max(initial=1)), None
     if config.batching.layout == "none":
         length = bucket(length, config.batching)
-        packing = one_per_row(sequences.rollout_K // per_step)
+        packing = one_per_row(step_K)
     elif config.batching.layout == "auto":
         length, microbatch_rows = _rows_for_groups(bucket(length, config.batching), config)
-        packing = sequences.packed(length, share=alike)
+        packing = packed(row_tokens=length, share=alike)
     else:
         length = config.batching.row_tokens or length
-        packing = sequences.packed(length, share=config.batching.shares_prompts)
+        packing = packed(row_tokens=length, share=config.batching.shares_prompts)
     return RoundPlan(
         decision=decision,
         tokens_N=tokens_N,
@@ -185,44 +192,6 @@ def rows_for(padded: int, sequences: int, tokens: int = 0) -> tuple[int, int]:
     while length < max(tokens, SEQUENCES_PER_ROW * padded) and rows > 1:
         length, rows = 2 * length, rows // 2
     return length, rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequences:
-    """Lengths and groups of the K kept segments of a round, to be laid into rows."""
-
-    lead_K: Int64[np.ndarray, " K"]
-    tokens_K: Int64[np.ndarray, " K"]
-    group_K: Int64[np.ndarray, " K"]
-    rollout_K: Int64[np.ndarray, " K"]
-    per_step: int
-
-    @classmethod
-    def of(
-        cls, segments: Segments, kept_N: np.ndarray, group_N: np.ndarray, per_step: int
-    ) -> "_Sequences":
-        kept_S, rollout_S = kept_N[segments.rollout_S], segments.rollout_S
-        # What a later segment begins with follows from its own first one: no other rollout has it.
-        alone_S = -1 - np.arange(len(rollout_S))
-        return cls(
-            lead_K=segments.lead_S[kept_S],
-            tokens_K=segments.tokens_S[kept_S],
-            group_K=np.where(segments.begins_S, group_N[rollout_S], alone_S)[kept_S],
-            # Steps count rollouts: all segments of one are trained on in the same update.
-            rollout_K=(np.cumsum(kept_N) - 1)[rollout_S[kept_S]],
-            per_step=per_step,
-        )
-
-    def packed(self, row_tokens: int, *, share: bool) -> Packing:
-        return pack(
-            self.lead_K,
-            self.tokens_K - self.lead_K,
-            self.group_K,
-            row_tokens=row_tokens,
-            sequences_per_step=self.per_step,
-            share=share,
-            rollout_K=self.rollout_K,
-        )
 
 
 def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from marin_rl.config.section import Count, Seconds, Section, field, optional_field
+from marin_rl.config.section import Count, Seconds, Section, field, null_if, optional_field
 from marin_rl.user_code import parse_spec
 
 # Filters of groups by name, with the least score that passes; None: it must be configured.
@@ -81,10 +81,6 @@ def of_older_version(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def _said(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, {})}
-
-
-def _null_if_empty(section: Section | None) -> Section | None:
-    return section if section is not None and section.model_dump() else None
 
 
 class OverSamplingConfig(Section):
@@ -216,7 +212,7 @@ class AsynchronyConfig(Section):
         f"{SAMPLE_BATCHES_MAX}. null or none: a round trains on what is left of its groups",
         le=1000,
     )
-    over_sampling: Annotated[OverSamplingConfig | None, AfterValidator(_null_if_empty)] = (
+    over_sampling: Annotated[OverSamplingConfig | None, null_if(OverSamplingConfig())] = (
         optional_field(
             "groups that are sampled for a round of which it takes some; a number is the factor; "
             "null: a round takes what it samples"
@@ -234,7 +230,7 @@ class AsynchronyConfig(Section):
     replay: ReplayConfig | None = optional_field(
         "groups that later rounds train on again; null: a group is trained on in one round"
     )
-    limits: Annotated[LimitsConfig | None, AfterValidator(_null_if_empty)] = optional_field(
+    limits: Annotated[LimitsConfig | None, null_if(LimitsConfig())] = optional_field(
         "bounds and times, which may change when a run is continued; null: defaults"
     )
 

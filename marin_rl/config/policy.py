@@ -4,12 +4,13 @@ Leaves out how it is trained (training.py) and served (serving.py).
 """
 
 from datetime import date
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from marin_rl.config.section import (
     Count,
+    OneOrMany,
     Section,
     TemplateOptions,
     field,
@@ -68,11 +69,7 @@ class ModelConfig(Section):
         return self
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_list), Field(min_length=1, max_length=64)]
+Names = Annotated[tuple[str, ...], OneOrMany, Field(min_length=1, max_length=64)]
 Alpha = Annotated[float, Field(gt=0, le=1e6)]
 
 

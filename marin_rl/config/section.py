@@ -13,7 +13,15 @@ entries may be marked so.
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_serializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 
 from marin_rl.config.files import as_written
@@ -34,9 +42,15 @@ TemplateOptions = Annotated[
     Field(max_length=64),
     AfterValidator(lambda options: options or None),
 ]
+OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 Node = TypeVar("Node", bound="Section")
+
+
+def null_if(default: Any) -> AfterValidator:
+    """Take a value for null, so that a run which says it is the run that says nothing."""
+    return AfterValidator(lambda value: None if value == default else value)
 
 
 class Section(BaseModel):

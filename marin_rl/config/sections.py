@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from marin_rl.config.asynchrony import AsynchronyConfig
@@ -31,6 +30,7 @@ from marin_rl.config.section import (
     field,
     is_plan,
     is_runtime_only,
+    null_if,
     optional_field,
     plan_field,
     runtime_field,
@@ -52,11 +52,6 @@ from marin_rl.errors import ConfigError
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
-def _null_if_default(section: AsynchronyConfig | None) -> AsynchronyConfig | None:
-    # So that a run which says 0 is the run that says nothing.
-    return None if section == AsynchronyConfig() else section
-
-
 class RunSections(Section):
     """Sections of a run: what is trained, on what, how, and for how many rounds."""
 
@@ -74,11 +69,9 @@ class RunSections(Section):
     inference: InferenceConfig = InferenceConfig()
     filters: FiltersConfig = FiltersConfig()
     batching: BatchingConfig = BatchingConfig()
-    asynchrony: Annotated[AsynchronyConfig | None, AfterValidator(_null_if_default)] = (
-        optional_field(
-            description="sampling ahead of training, and of more groups than a round takes; null: "
-            "sampling and training alternate, and a round takes what it samples"
-        )
+    asynchrony: Annotated[AsynchronyConfig | None, null_if(AsynchronyConfig())] = optional_field(
+        description="sampling ahead of training, and of more groups than a round takes; null: "
+        "sampling and training alternate, and a round takes what it samples"
     )
     objective: ObjectiveConfig = ObjectiveConfig()
     distillation: DistillationConfig | None = optional_field(

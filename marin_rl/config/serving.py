@@ -6,9 +6,17 @@ With the limits that a server sets for its callers. Leaves out what is sampled (
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import AfterValidator, model_validator
 
-from marin_rl.config.section import Count, Seconds, Section, field, optional_field, runtime_field
+from marin_rl.config.section import (
+    Count,
+    OneOrMany,
+    Seconds,
+    Section,
+    field,
+    optional_field,
+    runtime_field,
+)
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]{2,45}\]")
 KEY_VARIABLE = re.compile(r"MARIN_RL_[A-Z0-9_]+")
@@ -31,10 +39,6 @@ REGISTERED = "registered"
 _LABEL = r"[A-Za-z0-9_.-]{1,63}=[A-Za-z0-9_.:-]{1,63}"
 _LABEL_WORD = re.compile(_LABEL)
 _PLACE = re.compile(rf"((dns:http|https?)://[^\s]+|file:[^\s].*?)( {_LABEL})*")
-
-
-def _as_list(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
 
 
 def _endpoint_entry(entry: str) -> str:
@@ -186,7 +190,7 @@ class ServerConfig(Section):
 class InferenceConfig(Section):
     """Source of completions: the embedded server, or remote OpenAI-compatible endpoints."""
 
-    endpoints: Annotated[tuple[EndpointEntry, ...], BeforeValidator(_as_list)] = runtime_field(
+    endpoints: Annotated[tuple[EndpointEntry, ...], OneOrMany] = runtime_field(
         (),
         "servers to sample from, a list or one of: base URLs ending in /v1; "
         "dns:http://NAME:PORT/v1 for every address of a name; file:PATH for such entries by "

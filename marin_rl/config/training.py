@@ -5,10 +5,18 @@ Leaves out the objective (objective.py).
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from marin_rl.config.sampling import EnvironmentConfig
-from marin_rl.config.section import Count, Section, field, optional_field, plan_field, runtime_field
+from marin_rl.config.section import (
+    Count,
+    Section,
+    field,
+    null_if,
+    optional_field,
+    plan_field,
+    runtime_field,
+)
 from marin_rl.config.serving import KeyVariable
 
 
@@ -152,20 +160,13 @@ class TrainingConfig(Section):
         return self
 
 
-def _null_if_last(choice: str | None) -> str | None:
-    # So that a run which says "last" is the run that says nothing.
-    return None if choice == "last" else choice
-
-
 class SFTConfig(Section):
     """Supervised warm start on (prompt, answer) pairs of an environment."""
 
     environment: EnvironmentConfig | None = field(None, "null: the run's environment")
-    train_on: Annotated[Literal["last", "all", "flagged"] | None, AfterValidator(_null_if_last)] = (
-        optional_field(
-            "answers of a conversation that are learned: all of the assistant's; flagged: those "
-            "without train: false or weight: 0; null: the last"
-        )
+    train_on: Annotated[Literal["last", "all", "flagged"] | None, null_if("last")] = optional_field(
+        "answers of a conversation that are learned: all of the assistant's; flagged: those "
+        "without train: false or weight: 0; null: the last"
     )
     steps: Count = field(500, "optimizer steps")
     sequences_per_step: Count = field(64, "examples per step")

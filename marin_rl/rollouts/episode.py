@@ -44,6 +44,7 @@ from marin_rl.errors import (
 )
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient
+from marin_rl.rollouts.partial import PiecewiseClient
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
     ABORTED,
@@ -54,7 +55,6 @@ from marin_rl.rollouts.trajectories import (
     REQUEST_FAULTS,
     Diverged,
     GroupRequest,
-    KeepsTurns,
     SampledTurn,
     Trajectory,
     all_of,
@@ -64,13 +64,7 @@ from marin_rl.rollouts.trajectories import (
     end_of,
     results_unless_interrupted,
 )
-from marin_rl.types import (
-    Example,
-    Message,
-    Sampling,
-    ServedPolicy,
-    Turn,
-)
+from marin_rl.types import Example, Message, Sampling, ServedPolicy, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -271,7 +265,6 @@ class _Member:
         return Trajectory(
             messages=self.request.example.messages,
             turns=(),
-            text="",
             finish_reason=end_of(fault),
             fault=fault,
         )
@@ -285,13 +278,13 @@ class _Member:
         client, name = self.driver.client, self.request.group_id
         try:
             trajectory = await self._play(start)
-            if isinstance(client, KeepsTurns):
-                client.check_end(name, self.index, trajectory)
+            if isinstance(client, PiecewiseClient):
+                client.records[name].check_end(self.index, trajectory)
             return trajectory
         except Diverged as diverged:
             await _close(self.episode)
-            assert isinstance(client, KeepsTurns), "raised by such clients alone"
-            client.begin_again(name, self.index, str(diverged))
+            assert isinstance(client, PiecewiseClient), "raised by such clients alone"
+            client.records[name].begin_again(self.index, str(diverged))
         (episode,) = self.driver.episodes(self.request, 1)
         again = _Member(self.driver, self.request, self.index, episode)
         try:
@@ -348,7 +341,6 @@ class _Member:
         return Trajectory(
             messages=tuple(start.messages),
             turns=tuple(turns),
-            text=completion.text,
             finish_reason=reason,
             fault=fault,
             unanswered=unanswered,
@@ -401,10 +393,11 @@ class _Member:
 
         A program may ask in another order when it runs again, and then gets the same answers: where
         members have prompts of their own, seeds follow from what is asked, and how often it was.
-        Pieces of turns (`KeepsTurns`) are known by seeds of their numbers.
+        Recorded pieces of turns are known by seeds of their numbers.
         """
         turn: int | str = len(self.turns)
-        if self.driver.environment.own_prompts and not isinstance(self.driver.client, KeepsTurns):
+        in_pieces = isinstance(self.driver.client, PiecewiseClient)
+        if self.driver.environment.own_prompts and not in_pieces:
             calls = [[(call.name, call.arguments) for call in m.tool_calls] for m in dialogue]
             said = [(m.role, m.content, *made) for m, made in zip(dialogue, calls, strict=True)]
             text = json.dumps([said, [*map(dict, tools)]], sort_keys=True)

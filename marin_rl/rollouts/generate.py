@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from marin_rl.config import Config, fingerprint_fields
@@ -41,9 +42,9 @@ from marin_rl.rollouts.rollout_producer import RolloutProducer
 from marin_rl.rollouts.sampler import (
     CommittedMembers,
     EarlyGroups,
-    FirstDone,
     GroupSampler,
     ProgressMeter,
+    first_done,
     pushed_groups,
 )
 from marin_rl.rollouts.teaching import STAMP as TEACHER_STAMP
@@ -171,17 +172,18 @@ def _log_of(
     requests: Sequence[GroupRequest],
 ) -> EarlyGroups:
     """The log of a shard, which ends sampling by the first groups where a round selects those."""
-    rollouts, first_done = run.config.rollouts, None
+    rollouts, collect = run.config.rollouts, None
     if run.config.ahead.select == "first_done":
         groups, shards = rollouts.groups_per_round, rollouts.shards_per_round
         count = groups * (shard + 1) // shards - groups * shard // shards
-        first_done = FirstDone(
-            policy=policy, requests=requests, count=count, members_min=rollouts.group_size_min
+        least = rollouts.group_size_min
+        collect = partial(
+            first_done, policy=policy, requests=requests, count=count, members_min=least
         )
     if rollouts.commit_groups or run.config.piece_tokens is not None:
         members = members_of_shard(run, round, shard, digest, policy)
-        return CommittedMembers(members, first_done)
-    return EarlyGroups(first_done)
+        return CommittedMembers(members, collect)
+    return EarlyGroups(collect)
 
 
 def sampling_fields(config: Config, round: int, policy: ServedPolicy) -> dict[str, Any]:

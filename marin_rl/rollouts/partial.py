@@ -32,7 +32,6 @@ from marin_rl.rollouts.trajectories import (
     GroupRequest,
     Interrupted,
     Interruption,
-    Trajectory,
     all_of,
     check_identity,
     check_prompt,
@@ -111,7 +110,8 @@ async def piecewise(
 class PiecewiseClient(ChatClient):
     """Client of a policy that asks for completions in pieces, and commits unfinished ones.
 
-    A piece has `tokens` tokens. It answers recorded turns of dialogues from `records`, by groups.
+    A piece has `tokens` tokens. It answers recorded turns of dialogues from `records`, by groups:
+    the state of an environment is not stored, an episode is begun again and given these turns.
     """
 
     client: ChatClient
@@ -159,12 +159,6 @@ class PiecewiseClient(ChatClient):
                 decode_s=total_seconds([each.decode_s for each in timings]),
             ),
         )
-
-    def check_end(self, session: str, index: int, trajectory: Trajectory) -> None:
-        self.records[session].check_end(index, trajectory)
-
-    def begin_again(self, session: str, index: int, reason: str) -> None:
-        self.records[session].begin_again(index, reason)
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
         """The recorded member, if its turn has this prompt; a new one is given the prompt.
@@ -238,8 +232,7 @@ class PiecewiseClient(ChatClient):
         ids: Int32[np.ndarray, " P"] | None = None,
     ) -> ChatAnswer:
         """Samples of a turn, from exact ids or from its messages. Raises as `chat` does."""
-        # By its own id of the policy, which may be without a version.
-        model = self.client.model
+        model = self.client.model  # its id of the policy may have no version
         return await self.client.answer(
             replace(request, model=model, n=n, sampling=sampling, prompt_ids=ids)
         )

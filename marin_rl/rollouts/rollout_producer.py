@@ -84,7 +84,6 @@ class RolloutProducer:
             return Trajectory(
                 messages=request.example.messages,
                 turns=(),
-                text="",
                 finish_reason=ENVIRONMENT_ERROR,
                 fault=fault,
             )
@@ -92,7 +91,6 @@ class RolloutProducer:
         return Trajectory(
             messages=tuple(map(_message, rollout.messages[:first])),
             turns=turns,
-            text=turns[-1].completion.text,
             finish_reason=LENGTH if rollout.truncated else "stop",
         )
 

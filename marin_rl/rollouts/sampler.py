@@ -40,63 +40,56 @@ POLL_S = 0.2
 
 Members = Mapping[int, Rollout]  # of a group, by index
 Sampling = Sequence[Coroutine[Any, Any, RolloutGroup]]
+Collect = Callable[[Sampling], Coroutine[Any, Any, list[RolloutGroup]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstDone:
-    """End of sampling once `count` groups are finished (`over_sampling.select: first_done`).
+async def first_done(
+    sampling: Sampling,
+    *,
+    policy: ServedPolicy,
+    requests: Sequence[GroupRequest],
+    count: int,
+    members_min: int,
+) -> list[RolloutGroup]:
+    """Groups in order, once `count` are finished (`over_sampling.select: first_done`).
 
-    A finished group has at least `members_min` members that did not fail. The groups that end first
-    are those of short answers, so this favours them: `selection/length_bias`.
+    A finished group has at least `members_min` members that did not fail; what is cancelled stands
+    there as rollouts without tokens. The groups that end first are those of short answers, so this
+    favours them: `selection/length_bias`. Raises what a group raises, after cancelling the others.
     """
-
-    policy: ServedPolicy
-    requests: Sequence[GroupRequest]
-    count: int
-    members_min: int
-
-    async def __call__(self, sampling: Sampling) -> list[RolloutGroup]:
-        """Groups in order; what is cancelled stands there as rollouts without tokens.
-
-        Raises what a group raises, after cancelling the others.
-        """
-        began, tasks = datetime.now(UTC), [asyncio.ensure_future(each) for each in sampling]
-        try:
-            pending = set(tasks)
-            while pending and self._finished(tasks) < self.count:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        groups = list[RolloutGroup]()
-        for task, request in zip(tasks, self.requests, strict=True):
-            if not task.cancelled():
-                groups.append(task.result())
-                continue
-            maker = RolloutMaker(self.policy, request, began)
-            groups.append(request.group_of(tuple(map(maker.unfinished, range(request.size)))))
-        return groups
-
-    def _finished(self, tasks: Sequence["asyncio.Task[RolloutGroup]"]) -> int:
-        groups = [task.result() for task in tasks if task.done()]
-        counts = [sum(r.status in ("complete", "truncated") for r in g.rollouts) for g in groups]
-        return sum(count >= self.members_min for count in counts)
+    began, tasks = datetime.now(UTC), [asyncio.ensure_future(each) for each in sampling]
+    finished, pending = 0, set(tasks)
+    try:
+        while pending and finished < count:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                valid = sum(r.status in ("complete", "truncated") for r in task.result().rollouts)
+                finished += valid >= members_min
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    groups = list[RolloutGroup]()
+    for task, request in zip(tasks, requests, strict=True):
+        if not task.cancelled():
+            groups.append(task.result())
+            continue
+        maker = RolloutMaker(policy, request, began)
+        groups.append(request.group_of(tuple(map(maker.unfinished, range(request.size)))))
+    return groups
 
 
 class EarlyGroups:
     """Log of the groups of a shard, which commits none of them early.
 
-    `first_done` says when enough have ended; None waits for all.
+    `collect` waits until enough have ended, such as `first_done`; None waits for all.
     """
 
     takes_groups = False  # groups may be committed without the rest of their shard
     takes_members = False  # and members without the rest of their group
 
-    def __init__(self, first_done: FirstDone | None = None) -> None:
-        self._first_done = first_done
+    def __init__(self, collect: Collect | None = None) -> None:
+        self._collect = collect
 
     def read(self, group_ids: Sequence[str]) -> Mapping[str, Members]:
         return {}
@@ -106,8 +99,8 @@ class EarlyGroups:
 
     async def collect(self, sampling: Sampling) -> list[RolloutGroup]:
         """Groups in order, once enough have ended; interrupted groups are left out."""
-        if self._first_done is not None:
-            return await self._first_done(sampling)
+        if self._collect is not None:
+            return await self._collect(sampling)
         groups = await all_ended(sampling)
         return [group for group in groups if not isinstance(group, Interrupted)]
 
@@ -117,8 +110,8 @@ class CommittedMembers(EarlyGroups):
 
     takes_groups = takes_members = True
 
-    def __init__(self, log: GroupLog, first_done: FirstDone | None = None) -> None:
-        super().__init__(first_done)
+    def __init__(self, log: GroupLog, collect: Collect | None = None) -> None:
+        super().__init__(collect)
         self._log = log
 
     def read(self, group_ids: Sequence[str]) -> dict[str, dict[int, Rollout]]:

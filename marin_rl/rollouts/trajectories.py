@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -143,7 +143,6 @@ class Trajectory:
 
     messages: tuple[Message, ...]  # of the first prompt
     turns: tuple[SampledTurn, ...]
-    text: str  # of the last completion
     finish_reason: str
     fault: MarinRLError | None = None
     unanswered: SampledTurn | None = None
@@ -214,8 +213,8 @@ async def score_group(
     can be started.
     """
     finished = [t for t in trajectories if t.fault is None and t.scored]
-    texts = [t.text for t in finished]
-    ids = [t.turns[-1].completion.token_ids for t in finished]
+    lasts = [t.turns[-1].completion for t in finished]
+    texts, ids = [last.text for last in lasts], [last.token_ids for last in lasts]
     dialogues = [t.dialogue for t in finished] if any(len(t.turns) > 1 for t in finished) else []
     scored = iter(await scorer.score(example, texts, ids, dialogues) if finished else [])
     scores: list[Score] = []
@@ -251,18 +250,6 @@ class Diverged(Exception):
     """An environment answered a recorded turn otherwise than when that was sampled."""
 
 
-@runtime_checkable
-class KeepsTurns(Protocol):
-    """Client that has recorded turns of members, which the chat method answers with.
-
-    The state of an environment is not stored: an episode is begun again and given these turns.
-    """
-
-    def check_end(self, session: str, index: int, trajectory: Trajectory) -> None: ...
-
-    def begin_again(self, session: str, index: int, reason: str) -> None: ...
-
-
 async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
     """Results of concurrent calls, in order; the first error cancels the others and is raised."""
     try:
@@ -294,12 +281,12 @@ async def results_unless_interrupted(calls: Iterable[Coroutine[Any, Any, Value]]
     return [result for result in results if not isinstance(result, Interrupted)]
 
 
+@dataclass(slots=True)
 class Interruption:
     """Request to end sampling at the next border of pieces, or also before the next group."""
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.between_groups = False
+    requested: bool = False
+    between_groups: bool = False
 
     def request(self, *, between_groups: bool = False) -> None:
         """Have all who sample end after the piece that they wait for.

@@ -90,7 +90,7 @@ async def endpoint_policy(
         yield policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LawFinding:
     """Verdict on one law of environments, None where it is a measurement; and its detail."""
 
@@ -179,7 +179,7 @@ def check_laws(
     """Play episodes twice, and yield a verdict on each law; a fault ends the checks."""
     examples = [environment.example(config.train_seed, n, "train") for n in range(episodes)]
     again = [environment.example(config.train_seed, n, "train") for n in range(episodes)]
-    yield _law("examples", examples == again, "one seed makes one example")
+    yield LawFinding("examples", examples == again, "one seed makes one example")
 
     async def played() -> list[TriedEpisode]:
         own = (part_for(environment, config, example).environment for example in examples)
@@ -191,25 +191,29 @@ def check_laws(
     try:
         first = asyncio.run(played())
     except RewardFault as error:
-        yield _law("plays", False, str(error))
+        yield LawFinding("plays", False, str(error))
         return
     ended = sum(episode.ended for episode in first)
     # A reward that is not finite is a fault, and ends the checks above.
-    yield _law("plays", True, f"{ended} of {episodes} ended themselves, others after {turns} turns")
+    yield LawFinding(
+        "plays", True, f"{ended} of {episodes} ended themselves, others after {turns} turns"
+    )
     try:
         orjson.dumps([[e.start, e.tools, [result for _, result in e.steps]] for e in first])
     except TypeError as error:
-        yield _law("json", False, f"messages, tools and info: {error}")
+        yield LawFinding("json", False, f"messages, tools and info: {error}")
     else:
-        yield _law("json", True, "messages, tools and info are JSON")
-    yield _law("rewards", None, ", ".join(f"{episode.reward:g}" for episode in first))
+        yield LawFinding("json", True, "messages, tools and info are JSON")
+    yield LawFinding("rewards", None, ", ".join(f"{episode.reward:g}" for episode in first))
     if not environment.replayable:
-        yield _law("replay", None, "not played again: the environment says `replayable = False`")
+        yield LawFinding(
+            "replay", None, "not played again: the environment says `replayable = False`"
+        )
     else:
         yield from _replayed(first, played)
     seconds = [step for episode in first for step in episode.seconds[1:]]
     mean, most = sum(seconds) / len(seconds), max(seconds)
-    yield _law("time", None, f"{mean:.3f} s a step, {most:.3f} s at most")
+    yield LawFinding("time", None, f"{mean:.3f} s a step, {most:.3f} s at most")
 
 
 def _replayed(
@@ -218,14 +222,12 @@ def _replayed(
     try:
         second = asyncio.run(played())
     except RewardFault as error:
-        yield _law("replay", False, str(error))
+        yield LawFinding("replay", False, str(error))
         return
     pairs = list(zip(first, second, strict=True))
     alike = sum(one.start == other.start for one, other in pairs)
-    yield _law("start", alike == len(pairs), f"{alike} of {len(pairs)} start as before")
+    yield LawFinding("start", alike == len(pairs), f"{alike} of {len(pairs)} start as before")
     equal = sum(one == other for one, other in pairs)
-    yield _law("replay", equal == len(pairs), f"{equal} of {len(pairs)} equal by the same actions")
-
-
-def _law(law: str, passed: bool | None, detail: str) -> LawFinding:  # noqa: FBT001 - as it is shown
-    return LawFinding(law=law, passed=passed, detail=detail)
+    yield LawFinding(
+        "replay", equal == len(pairs), f"{equal} of {len(pairs)} equal by the same actions"
+    )

@@ -159,5 +159,5 @@ def _places(config: Config, tokens_K: Int64[np.ndarray, " K"]) -> tuple[Packing,
     length, rows = rows_for(padded, microbatch)
     if computes_on_host():
         rows = min(rows, max(PASS_TOKENS // length, 1))
-    step = {"row_tokens": length, "sequences_per_step": len(tokens_K), "share": False}
-    return pack(zero_K, tokens_K, zero_K, **step), length, rows
+    packing = pack(zero_K, tokens_K, zero_K, zero_K, row_tokens=length, share=False)
+    return packing, length, rows

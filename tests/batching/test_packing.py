@@ -15,8 +15,8 @@ def packed(prompts, sampled, groups, *, row_tokens=10, per_step=100, share=True)
         np.array(prompts, np.int64),
         np.array(sampled, np.int64),
         np.array(groups, np.int64),
+        np.arange(len(groups)) // per_step,
         row_tokens=row_tokens,
-        sequences_per_step=per_step,
         share=share,
     )
 

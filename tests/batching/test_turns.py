@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from support.returns import gae
 from support.run_factories import commit_round, configuration, group_of, rollout
 
-from marin_rl.batching.advantages import discounted_returns, gae, rewards_of
+from marin_rl.batching.advantages import discounted_returns, rewards_of
 from marin_rl.batching.build import build_round
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import parse_config

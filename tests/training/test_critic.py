@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from support.returns import gae
 from training.batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 from training.steps import make_step, take_step
 
-from marin_rl.batching.advantages import gae
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.storage.commits import manifest_of
