@@ -97,8 +97,7 @@ def learn(
         # A notebook's thread runs an event loop, and the flow needs one of its own.
         with ThreadPoolExecutor(1, config.run_id) as executor:
             reached = executor.submit(flow_named(flow), config).result()
-    place = f"{config.root.rstrip('/')}/{config.run_id}/{reached.slot}"
-    return Learned(checkpoint=place, metrics=dict(reached.summary))
+    return Learned(checkpoint=f"{config.folder}/{reached.slot}", metrics=dict(reached.summary))
 
 
 def config_of(source: Source, overrides: Overrides = (), *, trust: bool = False) -> Config:
@@ -143,7 +142,7 @@ class TrainingRun:
     @property
     def path(self) -> str:
         """Folder or URL of the run: `ROOT/RUN_ID`."""
-        return f"{self.config.root.rstrip('/')}/{self.config.run_id}"
+        return self.config.folder
 
     @property
     def rounds(self) -> tuple[Round, ...]:

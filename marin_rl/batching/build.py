@@ -28,14 +28,7 @@ from marin_rl.batching.plan import (
     plan_round,
     with_leads,
 )
-from marin_rl.batching.reuse import (
-    RECORD,
-    Groups,
-    iter_sources,
-    reuse_metrics,
-    reuse_of,
-    reused_by,
-)
+from marin_rl.batching.reuse import RECORD, Groups, iter_sources, reuse_metrics, reuse_of, reused_by
 from marin_rl.batching.round_metrics import (
     SCALAR_COLUMNS,
     VERSION_COUNTS,

@@ -20,11 +20,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float64, Int, Int64
 
-from marin_rl.batching.round_advantages import (
-    AdvantageChoice,
-    group_statistics,
-    round_advantages,
-)
+from marin_rl.batching.round_advantages import AdvantageChoice, group_statistics, round_advantages
 from marin_rl.batching.selection import FINISH_REASON, SURPLUS, select_groups
 from marin_rl.batching.turns import TurnAdvantages, Turns, turn_advantages
 from marin_rl.config import Config, ObjectiveConfig
@@ -158,11 +154,7 @@ def _before_groups(
 
 
 def _select(
-    scalars: pa.Table,
-    drops: _Drops,
-    group_N: Int64[np.ndarray, " N"],
-    groups: int,
-    config: Config,
+    scalars: pa.Table, drops: _Drops, group_N: Int64[np.ndarray, " N"], groups: int, config: Config
 ) -> np.ndarray:
     """Drop groups that the round does not take; return the mask of the taken ones, `[P]`."""
     # Groups of which some rollout is left.

@@ -185,10 +185,7 @@ def rollout_metrics(
     """
     status = np.asarray(statuses, dtype=object)
     valid = np.isfinite(rewards)
-    result = {
-        "rollouts/generated": float(len(rewards)),
-        "rollouts/errors": _mean(_broken(status)),
-    }
+    result = {"rollouts/generated": float(len(rewards)), "rollouts/errors": _mean(_broken(status))}
     if valid.any():
         result["reward"] = float(rewards[valid].mean())
         result |= _group_metrics(rewards[valid], groups[valid])

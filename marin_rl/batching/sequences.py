@@ -225,11 +225,7 @@ def _trained_tokens(
             "of its tokens as the assistant's"
         )
     return RenderedChat(
-        prompt=prompt.text,
-        text=rendering.text,
-        ids=ids,
-        mask=mask,
-        prompt_length=len(prompt_ids),
+        prompt=prompt.text, text=rendering.text, ids=ids, mask=mask, prompt_length=len(prompt_ids)
     )
 
 

@@ -18,11 +18,7 @@ import pyarrow as pa
 from jaxtyping import Float64, Int64
 
 from marin_rl.batching.advantages import discounted_returns
-from marin_rl.batching.round_advantages import (
-    AdvantageChoice,
-    group_statistics,
-    round_advantages,
-)
+from marin_rl.batching.round_advantages import AdvantageChoice, group_statistics, round_advantages
 from marin_rl.finite import fit_rewards
 
 RETURNS, ADVANTAGES = "returns", "advantages"  # columns that come before a rollout's one number

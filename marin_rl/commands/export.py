@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import load, print_error, print_info, print_json, print_result
+from marin_rl.commands.options import (
+    load,
+    open_run,
+    print_error,
+    print_info,
+    print_json,
+    print_result,
+)
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 from marin_rl.progress import phase
@@ -84,9 +91,8 @@ def export(  # noqa: PLR0913 - each is an option of the command
     if overrides:
         raise ConfigError("--set changes a configuration: expected --verl too")
     chosen = _rounds(rounds)
-    from marin_rl.storage.runs import Run
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     weights = {"--hf": hf, "--peft": peft, "--gguf": gguf}
     asked = [(option, path) for option, path in weights.items() if path is not None]
     if len(asked) > 1:
@@ -261,10 +267,9 @@ def pairs(
         )
     chosen = _rounds(rounds)
     from marin_rl.rollouts.rewards import pairs_of_run
-    from marin_rl.storage.runs import Run
     from marin_rl.storage.tables.pairs import write_pairs
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     ranked = pairs_of_run(run, component=component, margin_min=margin, rounds=chosen)
     write_pairs(output, ranked)
     facts = {"path": output, "pairs": len(ranked)}

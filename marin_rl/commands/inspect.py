@@ -9,6 +9,7 @@ import typer
 
 from marin_rl.commands import options as opt
 from marin_rl.commands.options import (
+    open_run,
     out,
     print_error,
     print_info,
@@ -104,12 +105,11 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     --id shows one of them as a dialogue: every turn in order, with its reward.
     """
     from marin_rl.analysis.dialogues import RolloutFilter, dialogue, rollout_named, sample_rollouts
-    from marin_rl.storage.runs import Run
 
     where = RolloutFilter(
         tool=tool, finish_reason=finish_reason, min_turns=min_turns, max_turns=max_turns
     )
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     if rollout is not None:
         if where.asks or worst or limit is not None:
             raise ConfigError("--id shows one rollout: leave out what chooses among several")
@@ -192,10 +192,9 @@ def report(
     in the current folder.
     """
     from marin_rl.storage.layout import REPORT
-    from marin_rl.storage.runs import Run
     from marin_rl.storage.stores.local import replace_file
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     if curve is not None:
         if output is not None:
             raise ConfigError("--curve writes a picture instead of the page: leave out --output")
@@ -240,10 +239,9 @@ def view(
     """
     from marin_rl.pages.document import Choice, RunPage
     from marin_rl.pages.live import serve_view
-    from marin_rl.storage.runs import Run
 
     choice = Choice(groups_per_round=groups, members_per_group=members, rollouts_max=rollouts_max)
-    page = RunPage(Run.open(root, run_name), choice)
+    page = RunPage(open_run(root, run_name), choice)
 
     def announce(address: str) -> None:
         facts = {"run_id": run_name, "address": address}

@@ -100,9 +100,7 @@ class _Watch:
     """The wait for all children, which end with the first that ends."""
 
     def __init__(
-        self,
-        children: "list[subprocess.Popen[bytes]]",
-        ended: "SimpleQueue[tuple[int, int]]",
+        self, children: "list[subprocess.Popen[bytes]]", ended: "SimpleQueue[tuple[int, int]]"
     ) -> None:
         self._children, self._ended = children, ended
         self._running, self._asked = set(range(len(children))), False

@@ -151,6 +151,12 @@ def try_next(*commands: str) -> None:
     print_info(*(f"  {program} {command}" for command in commands))
 
 
+def open_run(root: str, run_name: str) -> "Run":
+    from marin_rl.storage.runs import Run
+
+    return Run.open(root, run_name)
+
+
 @phase("reading the configuration")
 def load(
     file: Path,

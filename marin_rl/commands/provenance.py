@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import out, print_info, print_json, print_result
+from marin_rl.commands.options import open_run, out, print_info, print_json, print_result
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     """
     from marin_rl.analysis.lineage import as_text, as_tree, trace, trace_forward, write_graph
     from marin_rl.display.tables import shortened
-    from marin_rl.storage.runs import Run
 
     _check_start(rollout, reverse=reverse, others=(round_number, step, row))
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     if rollout is not None:
         lineage = trace_forward(run, rollout)
     else:
@@ -101,9 +100,8 @@ def diff(
     """
     from marin_rl.analysis.diff import compare_runs
     from marin_rl.display.tables import frame_table
-    from marin_rl.storage.runs import Run
 
-    difference = compare_runs(Run.open(root, first), Run.open(root, second))
+    difference = compare_runs(open_run(root, first), open_run(root, second))
     if as_json:
         print_json(difference)
     else:
@@ -131,10 +129,9 @@ def replay_step(
     Exit code 1 where its checkpoint is another.
     """
     from marin_rl.display.tables import frame_table
-    from marin_rl.storage.runs import Run
     from marin_rl.training.replay import replay_round
 
-    replay = replay_round(Run.open(root, run_name), round_number, trust=trust)
+    replay = replay_round(open_run(root, run_name), round_number, trust=trust)
     if as_json:
         print_json({"equal": replay.equal, **asdict(replay)})
     else:
@@ -173,12 +170,11 @@ def replay_episode(
     """
     from marin_rl.display.tables import frame_table
     from marin_rl.rollouts.replay import replay_rollouts, round_of_rollout
-    from marin_rl.storage.runs import Run
     from marin_rl.trust import Consent, check_named
 
     if (rollout_id is None) == (round_number is None):
         raise ConfigError("expected the id of a rollout, or --round N for all of a round")
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     number = round_number if rollout_id is None else round_of_rollout(rollout_id)
     assert number is not None, "one of the two was given"
     player = run.at_round(number)
@@ -221,10 +217,9 @@ def rescore(
     is not in the current folder is taken from the copy next to the run.
     """
     from marin_rl.rollouts.replay import rescore_round
-    from marin_rl.storage.runs import Run
     from marin_rl.trust import pin_function
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     function = pin_function(run, reward, "--reward", trust=trust)
     scored = rescore_round(run, round_number, function, name)
     print_result(
@@ -252,10 +247,9 @@ def reprocess(
     Such as another objective, filters or rewards. Changes nothing.
     """
     from marin_rl.display.tables import key_values
-    from marin_rl.storage.runs import Run
     from marin_rl.training.reprocess import reprocess_round
 
-    run, changes = Run.open(root, run_name), overrides or ()
+    run, changes = open_run(root, run_name), overrides or ()
     outcome = reprocess_round(run, round_number, changes, rewards, gradient=gradient, trust=trust)
     if as_json:
         print_json(outcome)

@@ -33,7 +33,6 @@ from marin_rl.machine import room
 
 if TYPE_CHECKING:
     from marin_rl.planning import Plan
-    from marin_rl.slot_ref import SlotRef
 
 SAID_BYTES = 10**9  # checkpoints of this size are announced before a run
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
@@ -92,7 +91,7 @@ def sft(
 
     with on_all_processes(config):
         checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
-    place = _place_of(checkpoint, config)
+    place = f"{config.folder}/{checkpoint.slot}"
     if as_json:
         print_json({"checkpoint": place, **checkpoint.summary})
         return
@@ -196,17 +195,13 @@ def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
 
     with on_all_processes(config):
         checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
-    place = _place_of(checkpoint, config)
+    place = f"{config.folder}/{checkpoint.slot}"
     if as_json:
         print_json({"checkpoint": place, **checkpoint.summary})
     else:
         metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
         out.print(key_values(f"{flow.capitalize().replace('-', ' ')} {config.run_id}", metrics))
     return place
-
-
-def _place_of(checkpoint: "SlotRef", config: Config) -> str:
-    return f"{config.root.rstrip('/')}/{config.run_id}/{checkpoint.slot}"
 
 
 def play(flow: str, config: Config, *, as_json: bool = False) -> Any:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import key_named, load, print_error, print_json
+from marin_rl.commands.options import key_named, load, open_run, print_error, print_json
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.integrations import integration
@@ -220,10 +220,9 @@ def serving_config(
     if run_name is None:
         base = settings or Config()
     else:
-        from marin_rl.storage.runs import Run
         from marin_rl.trust import Consent, trusted_config
 
-        run = Run.open(root, run_name)
+        run = open_run(root, run_name)
         consent = Consent(file=file, overrides=tuple(overrides or ()), trust=trust)
         base = trusted_config(run, consent, SERVER_KEYS, ("policy",))
         if settings is not None:

@@ -16,6 +16,7 @@ from marin_rl.commands.config import demo_configuration
 from marin_rl.commands.options import (
     key_named,
     load,
+    open_run,
     out,
     print_error,
     print_info,
@@ -68,11 +69,10 @@ def audit(
     mean length of dropped rollouts less that of trained ones, in tokens.
     """
     from marin_rl.display.tables import audit_table, balance_line, dropped_table
-    from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.audit import audit_run
     from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     reports, waiting = list(audit_run(run)), waiting_rollouts(run)
     begun = unfinished_groups(run)
     if as_json:
@@ -144,9 +144,8 @@ def verify_metrics(
     """
     from marin_rl.analysis.verify import not_checked, verify_run
     from marin_rl.display.tables import findings_table
-    from marin_rl.storage.runs import Run
 
-    findings = list(verify_run(Run.open(root, run_name), round_number, trust=trust))
+    findings = list(verify_run(open_run(root, run_name), round_number, trust=trust))
     wrong = [finding for finding in findings if finding.problem]
     if as_json:
         print_json(*findings)
@@ -207,11 +206,10 @@ def fork(
     They are the rounds before --round, and are read where they are, without a copy.
     """
     from marin_rl.config import override, parse_config
-    from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.forks import fork_run
     from marin_rl.trust import remembered, try_to_remember
 
-    parent = Run.open(root, run_name)
+    parent = open_run(root, run_name)
     own_settings = remembered(parent)
     changes = [*(own_settings or ()), *(overrides or ())]
     forked = fork_run(parent, from_round, run_id, changes)
@@ -253,10 +251,9 @@ def gc(
     run under the root cannot be read: it may be a fork, so no checkpoint is pruned.
     """
     from marin_rl.display.tables import frame_table, size
-    from marin_rl.storage.runs import Run
     from marin_rl.storage.upkeep.gc import collect, rule_of
 
-    run = Run.open(root, run_name)
+    run = open_run(root, run_name)
     collection = collect(run, rule_of(run, checkpoints_last, checkpoints_every), dry_run=dry_run)
     if as_json:
         print_json({**asdict(collection), "bytes": collection.bytes})

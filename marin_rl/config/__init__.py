@@ -56,6 +56,7 @@ from marin_rl.config.sampling import (
 from marin_rl.config.section import (
     CodeName,
     Count,
+    OneOrMany,
     Seconds,
     Section,
     content_fields,
@@ -104,7 +105,7 @@ __all__ = [
     "CriticConfig", "DistillationConfig", "DistributedConfig", "DivergenceConfig", "EngineConfig",
     "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig",
     "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry",
-    "ModelConfig", "ModelFamily", "ObjectiveConfig", "Overrides", "PairTrainingConfig",
+    "ModelConfig", "ModelFamily", "ObjectiveConfig", "OneOrMany", "Overrides", "PairTrainingConfig",
     "PolicyConfig", "PreferenceConfig", "PreferenceLossConfig", "Recipe", "ReplayConfig",
     "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig", "SamplingConfig",
     "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig", "as_overrides",

@@ -98,6 +98,11 @@ class RunSections(Section):
     retention: RetentionConfig = RetentionConfig()
 
     @property
+    def folder(self) -> str:
+        """Folder or URL of the run, `ROOT/RUN_ID`."""
+        return f"{self.root.rstrip('/')}/{self.run_id}"
+
+    @property
     def ahead(self) -> AsynchronyConfig:
         """Settings of sampling ahead, also where the section is null."""
         return self.asynchrony or AsynchronyConfig()

@@ -161,9 +161,7 @@ def _compared(settings: str) -> int:
 
 
 def _lengths(
-    tokenizer: PreTrainedTokenizerBase,
-    learned: Iterator[Demonstration],
-    train_on: TrainOn = None,
+    tokenizer: PreTrainedTokenizerBase, learned: Iterator[Demonstration], train_on: TrainOn = None
 ) -> list[tuple[str, int]]:
     """Tokens of demonstrations by their names. Raises InputError for one that is cut otherwise."""
     lengths: list[tuple[str, int]] = []

@@ -26,7 +26,7 @@ from marin_rl.models.families import described
 from marin_rl.plain_files import check_model_folder, read_hf_config, read_object, weight_files
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
-from marin_rl.rollouts.data_warnings import training_environments
+from marin_rl.rollouts.data_warnings import all_environments, training_environments
 from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import as_begun, has_dialogues, policy_as_begun
@@ -116,11 +116,8 @@ def chat_template(config: Config) -> str:
     if policy is None:
         return AS_BEGUN
     built = tokenizer_for(policy)
-    training = training_environments(config)
-    environments = training | {
-        f"evaluation.sets.{name}": chosen for name, chosen in (config.evaluation.sets or {}).items()
-    }
-    if config.sft.environment is not None:
+    environments = all_environments(config)
+    if config.sft.environment is not None:  # also for the warm start of a run without one
         environments["sft.environment"] = config.sft.environment
     for key, chosen in environments.items():
         options = chosen.chat_template_options or {}
@@ -128,7 +125,7 @@ def chat_template(config: Config) -> str:
             raise InputError(f"{key}.chat_template_options.date: the day is that of the whole run")
         if options:
             check_options(built, options, f"{key}.chat_template_options")
-    for key, chosen in training.items():
+    for key, chosen in training_environments(config).items():
         _check_dialogues(policy, chosen, key)
     named = ", ".join(policy.end_tokens or ("the tokenizer's end token",))
     return f"an answer ends with {named}"

@@ -21,12 +21,7 @@ import orjson
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
 from marin_rl.integrations.otel import resource_spans
-from marin_rl.rollouts.assemble import (
-    UNTRAINED_LABEL,
-    UNTRAINED_LOGPROB,
-    Sample,
-    samples_of,
-)
+from marin_rl.rollouts.assemble import UNTRAINED_LABEL, UNTRAINED_LOGPROB, Sample, samples_of
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.rollouts import groups_of, iter_shards

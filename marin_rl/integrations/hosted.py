@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from packaging.specifiers import SpecifierSet
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import RewardedElsewhere
@@ -141,6 +141,15 @@ class RowsEnvironment(HostedEnvironment):
 
     def _size(self, split: Split) -> int:
         return self.interpreter.ready["sizes"][split]
+
+
+def _http_address(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise ValueError("expected http://HOST:PORT or https://HOST")
+    return value.rstrip("/")
+
+
+HttpAddress = Annotated[str, AfterValidator(_http_address)]  # of a server that others run
 
 
 class HeldOutRows:

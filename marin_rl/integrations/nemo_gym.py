@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import RewardedElsewhere
@@ -19,7 +19,7 @@ from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
 from marin_rl.finite import reward_number
-from marin_rl.integrations.hosted import HeldOutRows
+from marin_rl.integrations.hosted import HeldOutRows, HttpAddress
 from marin_rl.types import Example, Message, Role, Split, ToolCall, Turn
 
 PARAMETERS = "responses_create_params"  # of a row: the request that an agent would make
@@ -33,18 +33,13 @@ _ROLES: Mapping[str, Role] = {
 class NemoGymOptions(Section):
     """Options of `nemo_gym`."""
 
-    url: str = Field(description="address of a resources server, such as http://127.0.0.1:8080")
+    url: HttpAddress = Field(
+        description="address of a resources server, such as http://127.0.0.1:8080"
+    )
     path: str = Field(description="data file of the environment, as JSON lines")
     eval_fraction: float = Field(
         default=0.1, gt=0, lt=1, description="share of the rows kept for evaluation"
     )
-
-    @field_validator("url")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("expected http://HOST:PORT or https://HOST")
-        return value.rstrip("/")
 
 
 @register("nemo_gym", NemoGymOptions, server=True)

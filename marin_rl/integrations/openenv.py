@@ -9,18 +9,18 @@ fewer sessions than the group has members.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 from weakref import WeakValueDictionary
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from marin_rl.config import EnvironmentConfig, Section
+from marin_rl.config import EnvironmentConfig, OneOrMany, Section
 from marin_rl.environments.base import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool, function_tool, user_message
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import ConfigError, RewardFault
 from marin_rl.finite import reward_number
-from marin_rl.integrations.hosted import HeldOutRows
+from marin_rl.integrations.hosted import HeldOutRows, HttpAddress
 from marin_rl.integrations.openenv_session import (
     ActionRefused,
     ServerFacts,
@@ -41,9 +41,10 @@ ACT = "act"  # the tool whose arguments are an action
 class OpenEnvOptions(Section):
     """Options of `openenv`."""
 
-    url: str | tuple[str, ...] = Field(
+    url: Annotated[tuple[HttpAddress, ...], OneOrMany] = Field(
+        min_length=1,
         description="address of a server, such as http://127.0.0.1:8000, or a list of addresses "
-        "of servers of the same environment"
+        "of servers of the same environment",
     )
     action_field: str | None = Field(
         default=None,
@@ -77,19 +78,6 @@ class OpenEnvOptions(Section):
         default=600.0, ge=0, le=86_400, description="time to wait for a session of a full server"
     )
 
-    @field_validator("url")
-    @classmethod
-    def _addresses(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        urls = (value,) if isinstance(value, str) else value
-        if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-            raise ValueError("expected http://HOST:PORT or https://HOST, or a list of such")
-        return value
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        urls = (self.url,) if isinstance(self.url, str) else self.url
-        return tuple(url.rstrip("/") for url in urls)
-
 
 @register("openenv", OpenEnvOptions, server=True)
 class OpenEnv(RewardedElsewhere):
@@ -105,7 +93,7 @@ class OpenEnv(RewardedElsewhere):
         self._openings: WeakValueDictionary[tuple[int, str], _Opening] = WeakValueDictionary()
 
     def load_examples(self) -> None:
-        described = {url: server_facts(url) for url in self.options.urls}
+        described = {url: server_facts(url) for url in self.options.url}
         self.facts, *others = described.values()
         if any(other.action != self.facts.action for other in others):
             raise ConfigError(
@@ -241,10 +229,10 @@ class OpenEnvEpisode:
     async def _begin(self) -> str:
         """Open a session, and return the text of its first observation."""
         options, seed = self._environment.options, self._example.seed
-        first = seed % len(options.urls)
+        first = seed % len(options.url)
         with uncharged():  # requests and the wait for a session have separate limits
             self._session, answer = await open_session(
-                (*options.urls[first:], *options.urls[:first]),
+                (*options.url[first:], *options.url[:first]),
                 {"seed": seed, **self._example.metadata["reset"]},
                 self._environment.timeout_s,
                 options.capacity_wait_s,

@@ -8,11 +8,11 @@ by verifiers itself, in an interpreter that has it and the taskset.
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
-from marin_rl.config import EnvironmentConfig
+from marin_rl.config import EnvironmentConfig, OneOrMany
 from marin_rl.environments.episode import FinishedMessage, FinishedRollout, PolicyAddress
 from marin_rl.environments.registry import register
 from marin_rl.errors import EndpointUnavailable, RewardFault
@@ -26,8 +26,9 @@ class VerifiersV1Options(RowsOptions):
     """Options of `verifiers_v1`."""
 
     taskset: dict[str, Any] = Field(default={}, description="settings of the taskset `id`")
-    address: str | tuple[str, ...] = Field(
-        default="tcp://127.0.0.1:5000",
+    address: Annotated[tuple[str, ...], OneOrMany] = Field(
+        default=("tcp://127.0.0.1:5000",),
+        min_length=1,
         description="ZMQ address of an environment server of the same taskset, or a list of such",
     )
     agent: str | None = Field(
@@ -48,15 +49,10 @@ class VerifiersV1Options(RowsOptions):
 
     @field_validator("address")
     @classmethod
-    def _addresses(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        addresses = (value,) if isinstance(value, str) else value
-        if not addresses or not all(a.startswith(("tcp://", "ipc://")) for a in addresses):
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(address.startswith(("tcp://", "ipc://")) for address in value):
             raise ValueError("expected tcp://HOST:PORT or ipc://PATH, or a list of such")
         return value
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return (self.address,) if isinstance(self.address, str) else self.address
 
 
 @register("verifiers_v1", VerifiersV1Options, tools=True, package="verifiers", server=True)
@@ -72,10 +68,6 @@ class VerifiersV1(RowsEnvironment):
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
         self.workers = 0  # the server has the processes
-
-    @property
-    def host_options(self) -> dict[str, Any]:
-        return {**super().host_options, "addresses": list(self.options.addresses)}
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         row = self.row(seed, index, split)

@@ -43,7 +43,7 @@ def begin(options: dict[str, Any]) -> "Library":
     tasks = list(itertools.islice(load_taskset(config.taskset), options["tasks_max"]))
     if len(tasks) < 2:
         raise ValueError(f"the taskset has {len(tasks)} tasks: expected two or more")
-    for address in options["addresses"]:
+    for address in options["address"]:
         if not asyncio.run(_answers(address, options["connect_timeout_s"])):
             raise ValueError(
                 f"no environment server of verifiers v1 answers at {address} within "
@@ -79,7 +79,7 @@ class Library:
 
     async def play(self, row: dict[str, Any], policy: dict[str, Any], number: int) -> Any:
         """An episode of a task, which the server plays with the policy."""
-        addresses = self._options["addresses"]
+        addresses = self._options["address"]
         address = addresses[number % len(addresses)]
         if address not in self._clients:
             self._clients[address] = EnvClient(address)

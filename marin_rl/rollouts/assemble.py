@@ -33,15 +33,7 @@ from marin_rl.rollouts.trajectories import (
     Score,
     Trajectory,
 )
-from marin_rl.types import (
-    InferenceMetadata,
-    Message,
-    Rollout,
-    ServedPolicy,
-    Status,
-    Timing,
-    Turn,
-)
+from marin_rl.types import InferenceMetadata, Message, Rollout, ServedPolicy, Status, Timing, Turn
 from schemas.tables import UNFINISHED
 
 _STATUS_OF: dict[str, Status] = {

@@ -84,13 +84,20 @@ def training_environments(config: Config) -> dict[str, EnvironmentConfig]:
     return {f"environment.{n}": entry_alone(outer, e) for n, e in enumerate(outer.mixture)}
 
 
+def all_environments(config: Config) -> dict[str, EnvironmentConfig]:
+    """Environments of training, evaluation and the warm start of a run, by key."""
+    sets = (config.evaluation.sets or {}).items()
+    chosen = training_environments(config) | {f"evaluation.sets.{name}": one for name, one in sets}
+    if config.policy.init == "sft" and config.sft.environment is not None:
+        chosen["sft.environment"] = config.sft.environment
+    return chosen
+
+
 def _environments(config: Config) -> Iterator[tuple[EnvironmentConfig, bool]]:
     """Yield environments with prompts, and whether completions of them are scored."""
-    sets = (config.evaluation.sets or {}).values()
-    chosen = [(one, True) for one in (*training_environments(config).values(), *sets)]
-    if config.policy.init == "sft" and config.sft.environment is not None:
-        chosen.append((config.sft.environment, False))
-    yield from (item for item in chosen if item[0].name not in GENERATORS)
+    for key, chosen in all_environments(config).items():
+        if chosen.name not in GENERATORS:
+            yield chosen, key != "sft.environment"
 
 
 def _small_sets(config: Config) -> Iterator[str]:

@@ -17,11 +17,7 @@ from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.answers import read_object, read_token_ids
 from marin_rl.inference.client.dialects import CompletionsScores, SGLangScores
 from marin_rl.inference.client.policy_client import PolicyClient
-from marin_rl.inference.client.protocol import (
-    TOKENIZE_ROUTE,
-    is_version_of,
-    parse_served_model_id,
-)
+from marin_rl.inference.client.protocol import TOKENIZE_ROUTE, is_version_of, parse_served_model_id
 from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.types import Sampling
 

@@ -218,11 +218,7 @@ def groups_of_shard(config: Config, shard: int) -> range:
 
 
 def shard_requests(
-    run: Run,
-    round: int,
-    shard: int,
-    environment: Environment,
-    curriculum: Curriculum | None = None,
+    run: Run, round: int, shard: int, environment: Environment, curriculum: Curriculum | None = None
 ) -> list[GroupRequest]:
     """Requests of a shard, in order; of the examples that a curriculum chooses, where one does."""
     config, numbers = run.config, groups_of_shard(run.config, shard)

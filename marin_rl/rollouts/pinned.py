@@ -15,7 +15,12 @@ from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choice
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.machine import computes_on_host
-from marin_rl.rollouts.data_warnings import GENERATORS, rows_left_out, training_environments
+from marin_rl.rollouts.data_warnings import (
+    GENERATORS,
+    all_environments,
+    rows_left_out,
+    training_environments,
+)
 from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
@@ -127,15 +132,8 @@ def record_rows(run: Run) -> None:
 
 def _unrecorded_rows(config: Config, store: ObjectStore) -> list[tuple[str, str, str]]:
     """Record's name, path and digest of rows without one. Raises ConfigError for changed rows."""
-    sets = config.evaluation.sets or {}
-    environments: dict[str, EnvironmentConfig] = {
-        **training_environments(config),
-        **{f"evaluation.sets.{name}": one for name, one in sets.items()},
-    }
-    if config.policy.init == "sft" and config.sft.environment is not None:
-        environments["sft.environment"] = config.sft.environment
     new, changed = list[tuple[str, str, str]](), list[str]()
-    for key, chosen in environments.items():
+    for key, chosen in all_environments(config).items():
         environment = None if chosen.name in GENERATORS else loaded_environment(chosen)
         if environment is None or (digest := environment.rows_digest) is None:
             continue

@@ -113,10 +113,7 @@ class Relay:
         client, config = RelayClient(self, ask), self.config
         sampling = sampling_for(config.sampling, config.environment, example.environment)
         request = GroupRequest(
-            group_id=MODEL,
-            example=example,
-            size=1,
-            sampling=Sampling(**sampling.model_dump()),
+            group_id=MODEL, example=example, size=1, sampling=Sampling(**sampling.model_dump())
         )
         part = part_for(self._environment, config.environment, example)
         bridge = None if part.config.chat_template_options else self.template

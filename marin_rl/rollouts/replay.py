@@ -193,9 +193,7 @@ class _Replayer:
             finally:
                 await episode.close()
         return ReplayedEpisode(
-            rollout_id=rollout.rollout_id,
-            finish_reason=rollout.finish_reason,
-            turns=tuple(turns),
+            rollout_id=rollout.rollout_id, finish_reason=rollout.finish_reason, turns=tuple(turns)
         )
 
     async def _calls(self, episode: PlayedEpisode, rollout: Rollout):

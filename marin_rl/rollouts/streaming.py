@@ -260,10 +260,7 @@ async def sample_chunk(
         partials = partials_of_stream(run, fingerprint, policy, worker)
         client = in_pieces(config, client, partials, requests, interruption, oldest=oldest)
     progress = ProgressEvent(
-        run_id=run.run_id,
-        stage="generate",
-        round=policy.weight_version,
-        message=f"chunk {chunk}",
+        run_id=run.run_id, stage="generate", round=policy.weight_version, message=f"chunk {chunk}"
     )
     job = SamplingJob(config=config, policy=policy, environment=environment, progress=progress)
     groups = await sample_groups(job, requests, client, log)

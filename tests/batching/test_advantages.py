@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.cases import printed_seed
+from support.returns import gae
 
 from marin_rl.batching.advantages import (
     EPSILON,
     discounted_returns,
     dr_grpo,
-    gae,
     gdpo,
     grpo,
     maxrl,
