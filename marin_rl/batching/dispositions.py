@@ -64,7 +64,7 @@ class _Drops:
         return self.kind_N == ""
 
     def add(self, mask_N: np.ndarray, kind: str, reason: str | np.ndarray) -> None:
-        """Drop, in place, what the mask holds for and nothing has dropped before."""
+        """Drop the marked rollouts that no filter has dropped yet, in place."""
         # The first reason stays, so the order of calls decides (`decide_round`).
         newly_N = mask_N & self.left_N
         self.kind_N[newly_N] = kind

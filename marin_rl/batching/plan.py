@@ -93,14 +93,6 @@ class RoundPlan:
     def is_cut(self) -> bool:
         return len(self.segments.rollout_S) > len(self.place_N)
 
-    def places_N(self) -> Int64[np.ndarray, "3 N"]:
-        """Step, row and segment (from 1) of the first segment of each kept rollout."""
-        places = np.zeros((3, len(self.place_N)), np.int64)
-        packing, first_K = self.packing, self.place_N[self.kept_N]
-        places_K = np.stack([packing.step_K, packing.row_K, packing.segment_K])
-        places[:, self.kept_N] = places_K[:, first_K]
-        return places
-
     def reasons_counted(self) -> dict[str, int]:
         dropped = ~self.kept_N
         kinds, reasons = self.decision.disposition_N[dropped], self.decision.reason_N[dropped]
@@ -186,7 +178,7 @@ def _rows_for_groups(padded: int, config: Config) -> tuple[int, int]:
 def rows_for(padded: int, sequences: int, tokens: int = 0) -> tuple[int, int]:
     """Length of rows of several sequences of up to `padded` tokens, and rows of a microbatch.
 
-    A row holds `tokens` too, and a microbatch has the positions of so many padded `sequences`.
+    A row also holds `tokens`, and a microbatch as many positions as `sequences` padded ones.
     """
     length, rows = padded, sequences
     while length < max(tokens, SEQUENCES_PER_ROW * padded) and rows > 1:
@@ -196,8 +188,12 @@ def rows_for(padded: int, sequences: int, tokens: int = 0) -> tuple[int, int]:
 
 def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
     """Dispositions of the round, a row per rollout, in shard order."""
-    decision, dropped = plan.decision, ~plan.kept_N
-    step_N, row_N, segment_N = plan.places_N()
+    decision, packing, dropped = plan.decision, plan.packing, ~plan.kept_N
+    # Step, row and segment (from 1) of the first segment of each kept rollout.
+    places_K = np.stack([packing.step_K, packing.row_K, packing.segment_K])
+    places_N = np.zeros((3, len(dropped)), np.int32)
+    places_N[:, plan.kept_N] = places_K[:, plan.place_N[plan.kept_N]]
+    step_N, row_N, segment_N = (pa.array(own_N, mask=dropped) for own_N in places_N)
     columns = {
         "rollout_id": scalars["rollout_id"],
         "group_id": scalars["group_id"],
@@ -208,18 +204,14 @@ def dispositions_table(plan: RoundPlan, scalars: pa.Table) -> pa.Table:
         "n_tokens": pa.array(plan.tokens_N.astype(np.int32)),
         "disposition": pa.array(decision.disposition_N, pa.string()),
         "reason": pa.array(decision.reason_N, pa.string(), mask=~dropped),
-        "step": _places(step_N, dropped),
-        "row": _places(row_N, dropped),
-        "segment": _places(segment_N, dropped),
+        "step": step_N,
+        "row": row_N,
+        "segment": segment_N,
         # Null where the training stage makes them: 0 would say that they have no signal.
         "advantage": pa.array(decision.advantage_N, mask=dropped | plan.by_token),
         "reward": scalars["reward"],
     }
     return pa.table([columns[name] for name in DISPOSITIONS.names], schema=DISPOSITIONS)
-
-
-def _places(values: np.ndarray, missing: np.ndarray) -> pa.Array:
-    return pa.array(values.astype(np.int32), mask=missing)
 
 
 def with_leads(table: pa.Table) -> pa.Table:

@@ -265,7 +265,7 @@ def _code_of(error: BaseException) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End this process at once: a thread of it may wait for another process for ever."""
+    """Exit at once: a thread of this process may wait for another process for ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

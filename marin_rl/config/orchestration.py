@@ -156,7 +156,7 @@ class CheckpointsConfig(Section):
     )
 
     def optimizer_every(self, state_bytes: int, *, on_host: bool) -> int:
-        """Rounds from one optimizer state to the next, for a training state of so many bytes."""
+        """Rounds from one checkpoint with optimizer state to the next; `auto` goes by its size."""
         if self.optimizer_every_rounds != "auto":
             return self.optimizer_every_rounds
         return 8 if on_host and state_bytes >= STATE_BYTES_LARGE else 1

@@ -6,8 +6,8 @@ fingerprints. Of the free ones, those marked `PLAN` are numbers whose effect sta
 folder; a run.json says them to all commands, while no other free key is ever taken from one.
 Sections marked `OMIT_IF_NONE` leave no trace while they are null: runs from before them stay what
 they were. A key marked `AS_BEGUN` is chosen by a new run where it is null; its run.json says the
-choice to all later commands, and a run from before the choice goes on without. Of a mapping, single
-entries may be marked so.
+choice to all later commands, and earlier runs continue without it. Of a mapping, single entries may
+be marked so.
 """
 
 from collections.abc import Callable, Sequence
@@ -125,7 +125,7 @@ def is_plan(info: FieldInfo) -> bool:
 
 
 def is_left_to_the_run(info: FieldInfo, value: Any) -> bool:
-    """Return True for a value in place of which a new run chooses another, and then keeps it."""
+    """Return True for a value that a new run replaces by a choice, which its run.json records."""
     mark = _mark(info, "as_begun")
     return value is None if mark is True else mark is not None and value == mark
 

@@ -171,17 +171,17 @@ class RunSections(Section):
 
     @property
     def sample_batches_max(self) -> int:
-        """Number of times that these groups are sampled for a round at most."""
+        """Sample batches of a round, at most; each has `candidates_per_batch` groups."""
         return self.ahead.dynamic_sampling or 1
 
     @property
     def examples_per_round(self) -> int:
-        """Number of examples that a round has to itself, sampled or not."""
+        """Number of examples that are set aside for a round, sampled or not."""
         return self.candidates_per_batch * self.sample_batches_max
 
     @property
     def examples_reserved(self) -> int:
-        """Number of examples of an environment that are a round's, chosen or not."""
+        """Number of examples of an environment that a round's curriculum chooses from."""
         return self.examples_per_round * self.ahead.choices
 
     @property

@@ -21,11 +21,10 @@ TEXT_MAX = 4000  # characters of a cell or of a line
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0, width: int = 40) -> str:
-    """The last `width` values as block characters between `low` and `high`."""
-    span = (high - low) or 1.0
-    scaled = [min(max((value - low) / span, 0.0), 1.0) for value in values[-width:]]
-    return "".join(SPARKS[round(value * (len(SPARKS) - 1))] for value in scaled)
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last `width` values as block characters, from 0 to 1."""
+    shown = [min(max(value, 0.0), 1.0) for value in values[-width:]]
+    return "".join(SPARKS[round(value * (len(SPARKS) - 1))] for value in shown)
 
 
 def duration(seconds: float | int) -> str:
@@ -310,11 +309,11 @@ def dropped_table(reports: "Sequence[RoundAudit]") -> Table:
 
 
 def _environments(reports: "Sequence[RoundAudit]") -> tuple[list[str], str]:
-    """Names of the environments, and the end of a title where there is one alone."""
+    """Names of the environments, and a suffix for titles that names a single one."""
     names = sorted({item.environment for report in reports for item in report.balances})
     return names, f" of {names[0]}" if len(names) == 1 else ""
 
 
 def _env(names: Sequence[str], cell: str = "env") -> list[str]:
-    """The cell, or by default the heading, of the environment's column where there are several."""
+    """Cell, or by default heading, of the column `env`, which tables of one environment lack."""
     return [escape(printable(cell))] if len(names) > 1 else []

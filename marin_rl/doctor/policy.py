@@ -172,7 +172,7 @@ def _measured(config: Config) -> dict[str, Example]:
     """
     count = min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
     few = {f"the prompt of {each.example_id}": each for each in first_examples(config, count)}
-    with suppress(ObjectMissing):  # a run that was begun goes on with what it has
+    with suppress(ObjectMissing):  # a run that has begun keeps its rows
         Run.open(config.root, config.run_id, config.storage_options)
         return few
     rows: dict[str, Example] = {}

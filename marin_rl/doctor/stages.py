@@ -1,8 +1,8 @@
 """Stages of the checks before a start: one small object each, and who goes through them.
 
 A flow goes through its stages in order and stops at the first that fails; `marin-rl doctor` goes
-through all of them and goes on after a failure. What is a matter of keys alone is checked by the
-configuration itself (`config`).
+through all of them, also after a failure. Conditions on keys alone are checked by the configuration
+itself (`config`).
 """
 
 import asyncio

@@ -97,15 +97,11 @@ class HostedEnvironment(RewardedElsewhere):
             self._interpreter = Interpreter(
                 self.options.python,
                 self.library.adapter,
-                self.host_options,
+                self.options.model_dump(mode="json"),
                 self._config.pass_environment,
             )
             atexit.register(self._interpreter.close)
         return self._interpreter
-
-    @property
-    def host_options(self) -> dict[str, Any]:
-        return self.options.model_dump(mode="json")
 
     def load_examples(self) -> None:
         _ = self.interpreter  # what the library refuses is known before any work

@@ -119,7 +119,7 @@ class TemplateBridge:
     def check(self, tools: Sequence[Tool] = ()) -> None:
         """Raise BridgeFault where no dialogue of several turns can be carried.
 
-        Where `tools` are offered, results of tools that go on are enough.
+        Where `tools` are offered, it is enough if dialogues continue after results of tools.
         """
         messages = [Message(role="user", content="go on")]
         question, reply = (Message(role="user", content="question"), _REPLY)

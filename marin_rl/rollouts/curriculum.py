@@ -40,7 +40,7 @@ from schemas.manifests import Manifest, sha256_of
 
 RECORD = "curriculum"  # in `extra` of the manifest that seals a round's rollouts
 
-# Share of the full weight that what teaches nothing keeps: it is to be noticed if that changes.
+# Share of the full weight of examples that teach nothing: a change of that must be noticed.
 LEAST = 0.1
 WEIGHTS: Mapping[str, float] = {
     "never": LEAST, "hard": 0.75, "medium": 1.0, "easy": 0.75, "always": LEAST,

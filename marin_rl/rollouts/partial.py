@@ -1,11 +1,11 @@
-"""Completions in pieces that are kept, and gone on with later (`asynchrony.partial_tokens`).
+"""Completions sampled in pieces that are kept and resumed later (`asynchrony.partial_tokens`).
 
-A completion is asked for a piece of tokens at a time, from the exact ids of its prompt and of what
-was sampled. A token's random number follows from the seed and its position, so the pieces are what
-one request would have brought. After each piece the unfinished completions of a group are committed
-(`storage.tables.group_log`). There they may be interrupted, and there another process, or the next
-policy, goes on. Borders are at multiples of the piece's length in every process: a run that was
-killed asks for what an undisturbed one asks for. A stop string may begin in one piece and end in
+A completion is asked for a piece of tokens at a time, from the exact ids of its prompt and of the
+pieces so far. A token's random number follows from the seed and its position, so the pieces are
+those of a single request. After each piece the unfinished completions of a group are committed
+(`storage.tables.group_log`). There they may be interrupted, and another process, or the next
+policy, resumes them. Pieces end at multiples of their length in every process: a run that was
+killed makes the requests of an undisturbed one. A stop string may begin in one piece and end in
 the next, where no endpoint sees it whole: it is looked for here, and what was sampled after it is
 left out. Leaves out scores and finished groups (`sampler`).
 """
@@ -41,9 +41,10 @@ from marin_rl.tokenizers import PolicyTokenizer
 from marin_rl.types import Message, Sampling, ServedPolicy
 
 STOP = "stop"  # finish reason of a completion that an end token or a stop string ended
-REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)  # of an endpoint that cannot go on from ids
+# Of an endpoint that cannot continue from token ids.
+REFUSALS = (NoSuchRoute, RequestRejected, BadResponse)
 
-# The latest policy whose endpoints have gone on from ids, if any: asked once, until one refuses.
+# The latest policy whose endpoints were seen to continue from ids: asked once, until one refuses.
 _proven: list[ServedPolicy] = []
 
 Decode = Callable[[Sequence[int], str], str]  # text of a completion, by its ids and finish reason
@@ -91,10 +92,10 @@ async def piecewise(
     oldest: int = 0,
     proves: bool = False,
 ) -> "AsyncIterator[PiecewiseClient]":
-    """Yield a client that samples by `tokens` tokens, and goes on from what `log` has of groups.
+    """Yield a client that samples `tokens` tokens at a time, and resumes the groups in `log`.
 
-    Members with tokens of policies before `oldest` are sampled again, for no round could take them
-    any more. With `proves`, endpoints are asked first whether they go on from ids: raises
+    Members with tokens of policies before `oldest` are too old for any further round and sampled
+    again. With `proves`, endpoints are asked first whether they continue from ids: raises
     InputError for one that does not.
     """
     async with endpoints as client:
@@ -125,7 +126,7 @@ class PiecewiseClient(ChatClient):
         self.model = self.log.policy.model
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Answer from what is committed of the samples on.
+        """Complete the samples, each from its committed tokens on.
 
         Raises Interrupted at a border of pieces, Diverged where the conversation is another than
         the recorded one.
@@ -324,7 +325,7 @@ class PiecewiseClient(ChatClient):
 async def _prove_continuation(
     client: ChatClient, policy: ServedPolicy, request: GroupRequest
 ) -> None:
-    """Ask an endpoint for a token, and for one after it. Raises InputError where it refuses."""
+    """Ask an endpoint for a token, and for the next one. Raises InputError where it refuses."""
     token = replace(request.sampling_of(0), max_tokens=1)
     messages = request.example.messages or (Message(role="user", content="?"),)  # of an episode
     session = request.group_id

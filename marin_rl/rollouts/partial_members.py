@@ -1,4 +1,4 @@
-"""Members of a group that are sampled in pieces: what each has so far, as chains of parts say it.
+"""Completions so far of group members that are sampled in pieces, read from chains of parts.
 
 A member has a completion for each of its turns, known by the seed of the turn. Leaves out how
 pieces are asked for and committed (`partial`).
@@ -123,7 +123,7 @@ class GroupRecord:
         return () if tuple(messages) == self.request.example.messages else tuple(messages)
 
     def known_before(self, member: Member, prompt: Int32[np.ndarray, " P"]) -> int:
-        """Number of ids of a turn's prompt that the turn before has."""
+        """Number of prompt ids that a turn shares with the prompt and completion before it."""
         if not member.turn:
             return 0
         ids = self.turns[member.index][member.turn - 1].ids
@@ -167,7 +167,7 @@ def records_of(
 
 
 def _part_of(rollout: Rollout, turn: int, before: Member | None) -> SampledPart:
-    """The part that a row of a chain is; a prompt may go on from the ids of the turn before."""
+    """Decode a row of a chain; a prompt may continue the ids of the turn before."""
     sampled, ids = rollout.loss_mask == 1, rollout.token_ids
     versions = rollout.policy_versions
     if versions is None:

@@ -1,7 +1,7 @@
 """Settings and rows that a run keeps from its first start.
 
 A new run records its choice for each key marked `AS_BEGUN` that its configuration leaves null.
-Each of them changes what is sampled or learned, so runs from before a choice go on as they were.
+Each of them changes what is sampled or learned, so earlier runs continue without such a choice.
 Rows are recorded by digest next to run.json and compared at every start: with a changed file a run
 would go on with other examples in another order. Leaves out code of the user, which the
 configuration names by digest (`config.files`).

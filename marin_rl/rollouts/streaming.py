@@ -87,19 +87,19 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
     """Yield the chunks that a worker may sample now, in order, as long as there is room.
 
     Chunks with a live claim of another worker, and chunks that this worker samples already, are
-    left out. A worker that starts again goes on with its own claims.
+    left out. A worker that is started again resumes its own claims.
     """
     config = stream.run.config
     # Counted from claims and intakes alone, so that a restart changes nothing.
     chunk, counted = settled.floor // chunk_size(config), 0
     while counted < claimant.most:
         claim, left = stream.claims.get(chunk), settled.left(numbers_of(config, chunk))
-        anothers = (
+        claimed_by_other = (
             claim is not None
             and claim.worker != claimant.worker
             and claim.is_live(claimant.now, config.ahead.seconds_of_claims)
         )
-        if not (anothers or chunk in claimant.busy or stream.has(left)):
+        if not (claimed_by_other or chunk in claimant.busy or stream.has(left)):
             yield chunk
         if claim is None or claim.policy_version >= claimant.oldest:
             counted += len(left)
@@ -107,10 +107,10 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
-    """The policy that began a chunk which a worker goes on with; None where it begins it.
+    """Policy version of a chunk that a worker resumes; None for one that it begins.
 
-    Groups that are sampled in pieces are as old as their first piece; those that no round could
-    take any more are begun again.
+    Groups that are sampled in pieces are as old as their first piece. Those that are too old for
+    any further round are begun again.
     """
     claim = stream.claims.get(chunk)
     if stream.run.config.piece_tokens is None or claim is None:

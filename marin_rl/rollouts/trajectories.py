@@ -196,7 +196,7 @@ def check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
 
 
 def check_prompt(answer: ChatAnswer, ids: Int32[np.ndarray, " P"]) -> None:
-    """Raise BadResponse where an endpoint went on from other ids than it was sent."""
+    """Raise BadResponse where an endpoint continued other ids than it was sent."""
     if not np.array_equal(answer.prompt_token_ids, ids):
         raise BadResponse(
             f"expected the {len(ids)} prompt ids that were sent, found "
@@ -261,7 +261,7 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
 
 
 async def all_ended(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value | Interrupted]:
-    """The same, with the Interrupted of each call that was, so that others get to their border."""
+    """As `all_of`, with an Interrupted in place of a result: other calls reach their own border."""
 
     async def ended(call: Coroutine[Any, Any, Value]) -> Value | Interrupted:
         try:
@@ -273,7 +273,7 @@ async def all_ended(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value |
 
 
 async def results_unless_interrupted(calls: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
-    """The same; raises Interrupted once all have ended, where a call was interrupted."""
+    """As `all_of`; raises Interrupted once all calls have ended, if one was interrupted."""
     results = await all_ended(calls)
     for result in results:
         if isinstance(result, Interrupted):
@@ -289,9 +289,9 @@ class Interruption:
     between_groups: bool = False
 
     def request(self, *, between_groups: bool = False) -> None:
-        """Have all who sample end after the piece that they wait for.
+        """End sampling after the pieces that are under way.
 
-        With `between_groups` those who sample whole completions begin no further group, too.
+        With `between_groups`, samplers of whole completions begin no further group either.
         """
         self.requested = True
         self.between_groups |= between_groups
@@ -309,8 +309,8 @@ async def interruptible(
 class InterruptibleClient(ChatClient):
     """Client that begins no group once an interruption is requested between groups.
 
-    As many requests as `in_flight_max` are under way at once, so that groups which wait have not
-    begun. Groups that have begun are finished.
+    At most `in_flight_max` requests are under way, so that waiting groups have not begun. Groups
+    that have begun are finished.
     """
 
     def __init__(self, client: ChatClient, interruption: Interruption, in_flight_max: int) -> None:

@@ -122,13 +122,6 @@ def test_other_frameworks_epsilon_can_be_chosen() -> None:
     assert_allclose(round_advantages(rewards, groups, 1, wide), rloo(rewards) / (std + 1.0))
 
 
-@pytest.mark.parametrize("choice", [{"estimator": "rlooo"}, {"scale": "group"}])
-def test_an_unknown_choice_is_refused_with_the_known_ones(choice: dict[str, str]) -> None:
-    ((what, name),) = choice.items()
-    with pytest.raises(ValueError, match=rf"expected {what} of .*: found {name}"):
-        AdvantageChoice(**choice)  # pyright: ignore[reportArgumentType]
-
-
 def test_returns_over_time_can_be_had_here_in_any_precision() -> None:
     rewards, discounts = np.array([0, 0, 1]), np.full(3, 0.5, np.float32)
     assert_array_equal(discounted_returns(rewards, discounts), [0.25, 0.5, 1.0])
