@@ -245,7 +245,7 @@ def _tokenizer(run: Run, trained: int) -> str:
 def each_run(
     root: str, read: Callable[[str], Result], options: Options = None
 ) -> list[Result | Unreadable]:
-    """Apply `read` to every run under a root; one that cannot be read hides no other."""
+    """Apply `read` to every run under a root, and report the runs that cannot be read."""
     results: list[Result | Unreadable] = []
     for run_id in runs_under(root, options):
         try:

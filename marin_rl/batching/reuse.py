@@ -101,8 +101,8 @@ def reuse_of(run: Run, round: int, config: Config) -> Reuse | None:
 def available(tables: Mapping[int, pa.Table], round: int, config: Config) -> list[UsedGroup]:
     """Groups that a round may use again, by the dispositions of the rounds of its window.
 
-    `tables` has the dispositions by the round that decided them. Groups of earlier rounds than
-    those of the tables are left out: they are beyond the window.
+    `tables` has the dispositions by the round that decided them; groups that no round of the tables
+    sampled are beyond the window.
     """
     settings = config.ahead.replay
     assert settings is not None, "a run without replay has no pool"

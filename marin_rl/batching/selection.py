@@ -92,8 +92,8 @@ def select_groups(
 def shards_missing(selected: int, shards: int, config: Config) -> Sequence[int]:
     """Numbers of the further shards to sample, where `shards` gave `selected` groups.
 
-    As many as would give what is missing if groups went on as so far; one sample batch at most, and
-    none once a round has its groups or was sampled `dynamic_sampling` times.
+    As many as fill the round at the yield so far, one sample batch at most; none once a round has
+    its groups or was sampled `dynamic_sampling` times.
     """
     per_batch = config.rollouts.shards_per_round
     missing = config.rollouts.groups_per_round - selected

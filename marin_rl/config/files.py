@@ -57,7 +57,7 @@ class _Text(NamedTuple):
 def pin_code(tree: Mapping[str, Any], folders: Path | FoldersOf) -> dict[str, Any]:
     """A copy of a plain tree in which every file of code has its digest; see `user_code.pin`.
 
-    A file is that of the first folder that has one. Raises ConfigError naming the key and the last.
+    The first folder that has the file counts. Raises ConfigError naming the key and the last one.
     """
     result = _copied(tree)
     for text in _code_texts(result):

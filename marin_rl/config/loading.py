@@ -112,11 +112,11 @@ def pin_files(tree: Mapping[str, Any]) -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides, validate.
 
-    A key `recipe` names a shipped recipe or another YAML file, relative to this one, that lies
-    beneath it: the file's own keys win. A recipe given as an override lies above the file and
-    beneath other overrides. Files that a YAML file names are sought next to it, and in the current
-    folder where there are none (files.py); those that an override names the other way round, but
-    for code. Raises ConfigError naming the file and every wrong key, with the nearest known one.
+    A key `recipe` names a shipped recipe or another YAML file, relative to this one, whose keys
+    this one overrides. A recipe given as an override wins over the file, and other overrides win
+    over it. Files that a YAML file names are sought next to it and, unless they are code, in the
+    current folder (files.py); those that an override names in the current folder first. Raises
+    ConfigError naming the file and every wrong key, with the nearest known one.
     """
     file = Path(path)
     return _layered(_read_yaml(file), file, overrides)

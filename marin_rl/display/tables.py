@@ -168,7 +168,7 @@ def empty_table(
 ) -> Table:
     """An empty table; columns that are not in `left` are aligned right, as numbers are.
 
-    It has no vertical lines, so that more columns fit, and cuts no cell: it goes on in a new line.
+    It has no vertical lines, so that more columns fit, and wraps long cells.
     """
     table = Table(
         title=plain(title, TITLE),

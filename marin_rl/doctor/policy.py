@@ -366,7 +366,7 @@ def check_tokenization(
 
 
 def _context_tokens(config: Config) -> int:
-    """Tokens that the teacher reads more than the policy, before any prompt."""
+    """Tokens of the teacher's context, which it reads before every prompt."""
     assert config.distillation is not None, "there is a teacher"
     if config.distillation.context is None:
         return 0

@@ -172,8 +172,7 @@ def _picked_rows(
 def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
     """By the round's own batches, or by those of later rounds where generation runs ahead."""
     fates: dict[str, Fate] = {}
-    last = round + max(run.config.staleness_rounds_max, 0)
-    for decided in range(round, last + 1):
+    for decided in range(round, round + run.config.staleness_rounds_max + 1):
         if len(fates) == len(rows):
             break
         try:
@@ -200,8 +199,7 @@ def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores |
     Positions of a piece are its own.
     """
     scores: dict[str, Scores | None] = {}
-    last = round + max(run.config.staleness_rounds_max, 0)
-    for trained in range(round, last + 1):
+    for trained in range(round, round + run.config.staleness_rounds_max + 1):
         here: dict[str, Scores | None] = {}
         for row in _score_rows(run, trained, list(rows)) if rows else ():
             name = row["rollout_id"]
