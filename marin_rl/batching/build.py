@@ -214,11 +214,11 @@ def _step_rows(
     if plan.by_token or plan.decision.turns is not None:
         row_groups = _with_token_values(plan, row_groups)
     parts = plan.segments
-    if plan.is_cut:
+    if len(parts.rollout_S) > len(plan.place_N):
         row_groups = map(cut, row_groups)
         # From here on a row of `scalars` is a segment, as a row of a table that was cut.
         scalars = scalars.select(["rollout_id", "environment"]).take(pa.array(parts.rollout_S))
-    index_K = np.flatnonzero(plan.kept_S)
+    index_K = np.flatnonzero(plan.kept_N[parts.rollout_S])
     rollout_K, lead_K = parts.rollout_S[index_K], parts.lead_S[index_K]
     kept = Kept(
         index_K=index_K,
@@ -276,6 +276,10 @@ def _decisive(config: Config) -> dict[str, object]:
             "group_filter_min": settings.group_filter and settings.group_filter.min,
             "groups": config.rollouts.groups_per_round,
         }
+    if (teacher := config.distillation) is not None:
+        # They decide which groups have a signal without any of their rewards.
+        teaches = teacher.coefficient > 0
+        chosen["distilled"] = {"environments": teacher.environments, "teaches": teaches}
     if (replay := settings.replay) is not None:
         groups = replay.groups or config.rollouts.groups_per_round
         chosen[RECORD] = {**fingerprint_fields(replay), "groups": groups}
@@ -286,7 +290,6 @@ def _decisive(config: Config) -> dict[str, object]:
         "objective": {name: getattr(config.objective, name) for name in SHAPING},
         # Keys only where they apply: fingerprints of earlier runs stay what they were.
         **({"regularised": True} if config.objective.regularised else {}),
-        **({} if (teacher := config.distillation) is None else {"distilled": teacher.deciding}),
         **({"turns": True} if config.objective.estimator.by_token else {}),
         **({"trained_tokens": True} if looks_at_turns(config.objective) else {}),
         **({} if discount is None else {"turn_discount": discount}),

@@ -54,10 +54,6 @@ class Segments:
         return cls(rollout_S=rollout_S, tokens_S=tokens_S, lead_S=lead_S)
 
     @property
-    def first_N(self) -> Int64[np.ndarray, " N"]:
-        return np.flatnonzero(self.begins_S)
-
-    @property
     def begins_S(self) -> Bool[np.ndarray, " S"]:
         return np.diff(self.rollout_S, prepend=-1) > 0
 
@@ -84,14 +80,6 @@ class RoundPlan:
     @property
     def kept_N(self) -> Bool[np.ndarray, " N"]:
         return self.place_N >= 0
-
-    @property
-    def kept_S(self) -> Bool[np.ndarray, " S"]:
-        return self.kept_N[self.segments.rollout_S]
-
-    @property
-    def is_cut(self) -> bool:
-        return len(self.segments.rollout_S) > len(self.place_N)
 
     def reasons_counted(self) -> dict[str, int]:
         dropped = ~self.kept_N
@@ -126,7 +114,11 @@ def plan_round(scalars: pa.Table, config: Config, round: int, *, alike: bool = T
         length = bucket(length, config.batching)
         packing = one_per_row(step_K)
     elif config.batching.layout == "auto":
-        length, microbatch_rows = _rows_for_groups(bucket(length, config.batching), config)
+        padded = bucket(length, config.batching)
+        # By the limits of the run, and not by what groups turned out to need: each pair of row
+        # length and microbatch is a program to compile.
+        group = padded + (config.rollouts.group_size - 1) * min(config.sampling.max_tokens, padded)
+        length, microbatch_rows = rows_for(padded, config.training.microbatch_sequences, group)
         packing = packed(row_tokens=length, share=alike)
     else:
         length = config.batching.row_tokens or length
@@ -134,7 +126,7 @@ def plan_round(scalars: pa.Table, config: Config, round: int, *, alike: bool = T
     return RoundPlan(
         decision=decision,
         tokens_N=tokens_N,
-        place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.first_N], -1),
+        place_N=np.where(kept_N, (np.cumsum(kept_S) - 1)[segments.begins_S], -1),
         segments=segments,
         length=length,
         packing=packing,
@@ -163,16 +155,6 @@ def bucket(longest: int, config: BatchingConfig) -> int:
         f"{longest} tokens is to be trained on: add a bucket of at least that, or lower "
         "sampling.max_tokens"
     )
-
-
-def _rows_for_groups(padded: int, config: Config) -> tuple[int, int]:
-    """Length of rows for a whole group of sequences of up to `padded` tokens, and a microbatch's.
-
-    Both follow from the limits of the run and not from what a group turned out to need: each pair
-    is a program to compile.
-    """
-    group = padded + (config.rollouts.group_size - 1) * min(config.sampling.max_tokens, padded)
-    return rows_for(padded, config.training.microbatch_sequences, group)
 
 
 def rows_for(padded: int, sequences: int, tokens: int = 0) -> tuple[int, int]:

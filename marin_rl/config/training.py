@@ -3,7 +3,7 @@
 Leaves out the objective (objective.py).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -283,11 +283,6 @@ class DistillationConfig(Section):
     def covers(self, environment: str) -> bool:
         """True if the teacher scores the rollouts of this environment."""
         return self.environments is None or environment in self.environments
-
-    @property
-    def deciding(self) -> dict[str, Any]:
-        """The settings that decide which groups have a signal without any of their rewards."""
-        return {"environments": self.environments, "teaches": self.coefficient > 0}
 
 
 class PairTrainingConfig(Section):
