@@ -167,7 +167,7 @@ def test_every_token_is_in_one_segment(rollouts: list[list[list[int]]]) -> None:
         assert found.tokens_S.tolist() == [len(segment) for segment in segments]
         assert found.lead_S.tolist() == [([*s, 1].index(1)) for s in segments]
         firsts = np.cumsum([0, *(len(each) for each in chosen)])[:-1]
-        assert found.first_N.tolist() == firsts.tolist()
+        assert np.flatnonzero(found.begins_S).tolist() == firsts.tolist()
         assert cut(part)["loss_mask"].to_pylist() == segments
         assert cut(part)["rollout_id"].to_pylist() == [
             str(number)
