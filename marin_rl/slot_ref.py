@@ -22,3 +22,8 @@ class SlotRef:
     sha256: str
     reused: bool = field(default=False, compare=False)
     summary: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+
+    @property
+    def number(self) -> int:
+        """Number of the round or step that ends the slot's name."""
+        return int(self.slot.rpartition("-")[2])

@@ -26,7 +26,6 @@ from marin_rl.storage.runs import (
     batches_slot,
     checkpoint_slot,
     latest_checkpoint,
-    round_of,
     shard_key,
 )
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
@@ -156,8 +155,7 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
     if before is None:
         return graph
     latest = latest_checkpoint(run)
-    last = round_of(latest.slot.rpartition("/")[2]) if latest else None
-    for number in range(round + 1, (last or 0) + 1):
+    for number in range(round + 1, (latest.number if latest else 0) + 1):
         manifest = committed_manifest(run.store, checkpoint_slot(number))
         directly = "directly" if number == round + 1 else "through the parameters"
         _add_slot(graph, manifest, [before], influenced=directly)

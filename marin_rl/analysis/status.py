@@ -291,7 +291,7 @@ def _warm_start(run: Run) -> str | None:
         return f"0 of {steps} steps" if run.config.policy.init == "sft" else None
     loss = reached.summary.get("sft/loss")
     shown = "" if loss is None else f", loss {loss:.3f}"
-    return f"{int(reached.slot.rpartition('-')[2])} of {steps} steps{shown}"
+    return f"{reached.number} of {steps} steps{shown}"
 
 
 def _learned_from_pairs(run: Run, section: str) -> str | None:
@@ -343,8 +343,8 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
         if run.config.policy.init != "sft":
             return Stage(name="loading the policy", round=0)
         done = latest_sft(run)
-        steps = int(done.slot.rpartition("-")[2]) if done else 0
-        return Stage(name="warm start, steps", round=0, done=steps, total=run.config.sft.steps)
+        steps, total = done.number if done else 0, run.config.sft.steps
+        return Stage(name="warm start, steps", round=0, done=steps, total=total)
     round = max(checkpoints)
     here = slots.get(round, RoundProgress(round=round))
     if round >= rounds_planned(run, round) and not here.shards:
@@ -365,7 +365,7 @@ def _learning_from_pairs(run: Run) -> Stage | None:
     for section, latest in LATEST_OF_PAIRS.items():
         settings, done = getattr(run.config, section), latest(run)
         if settings is not None and done is not None:
-            steps, holder = int(done.slot.rpartition("-")[2]), holder_of(run)
+            steps, holder = done.number, holder_of(run)
             ended = steps >= settings.steps and (holder is None or not holder.alive)
             name = "complete" if ended else "learning from pairs, steps"
             return Stage(name=name, round=0, done=steps, total=settings.steps, ended=ended)

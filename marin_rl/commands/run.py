@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 - each is an option of the command
     if checkpoint is None or as_json:
         _print_result(config, again, as_json=as_json)
         return
-    trained = int(checkpoint.slot.rpartition("-")[2])
+    trained = checkpoint.number
     if trained >= config.rounds:
         print_info(f"complete: {trained} rounds")
     further = _further(config, again, trained)

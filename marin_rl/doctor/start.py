@@ -20,7 +20,7 @@ from marin_rl.doctor.stages import (
     Stage,
     run_stages,
 )
-from marin_rl.storage.layout import evals_slot, metrics_key, round_of
+from marin_rl.storage.layout import evals_slot, metrics_key
 from marin_rl.storage.run_progress import ends_early
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import (
@@ -109,7 +109,7 @@ def _begun(config: Config) -> Run | None:
 
 def _trained(run: Run) -> int:
     latest = latest_checkpoint(run)
-    return (round_of(latest.slot.rpartition("/")[2]) or 0) if latest else 0
+    return latest.number if latest else 0
 
 
 def finished(config: Config, flow: str) -> SlotRef | None:
@@ -136,4 +136,4 @@ def finished(config: Config, flow: str) -> SlotRef | None:
         section: PairSection = "preference" if flow == PREFERENCE else "reward_model"
         settings, latest = getattr(config, section), LATEST_OF_PAIRS[section](run)
         steps = settings.steps if settings else 0
-    return latest if latest and int(latest.slot.rpartition("-")[2]) >= steps else None
+    return latest if latest and latest.number >= steps else None

@@ -30,7 +30,7 @@ from marin_rl.integrations.atropos.scored_data import (
 )
 from marin_rl.storage.commits import commit_object, new_attempt, read_manifest, ref_of
 from marin_rl.storage.layout import environment_key
-from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint, rollouts_slot, round_of
+from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint, rollouts_slot
 from marin_rl.storage.tables.group_queue import GroupQueue
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
@@ -210,7 +210,7 @@ class Receiver:
             latest = latest_checkpoint(self.run)
             if latest is None:
                 return
-            self._round = round_of(latest.slot.rpartition("/")[2]) or 0
+            self._round = latest.number
         while read_manifest(self.run.store, checkpoint_slot(self._round + 1)) is not None:
             self._round += 1
         self._sealed = read_manifest(self.run.store, rollouts_slot(self._round)) is not None
