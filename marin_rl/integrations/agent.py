@@ -48,6 +48,7 @@ VARIABLES = {
 }
 _SHOWN = 600  # characters of standard error in a fault
 _CALLS_DEFAULT = 64
+_TAKE_POLL_S = 0.5
 
 
 class AgentOptions(ChatOptions):
@@ -471,15 +472,18 @@ class ElsewhereEpisode(AgentEpisode):
         self._session = OfferedSession(MODEL, private_folder(str(self._folder)), task)
         self._over = self._session.outcome
         await self._session.offer()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + options.take_timeout_s
         with uncharged():
-            await asyncio.wait({self._session.taken}, timeout=options.take_timeout_s)
+            # In turns: a worker that runs nothing for a step's limit is ended as one that hangs.
+            while not self._session.taken.done() and loop.time() < deadline:
+                await asyncio.wait({self._session.taken}, timeout=_TAKE_POLL_S)
         if not self._session.taken.done():
             raise RewardFault(
                 f"no agent took the session for {options.take_timeout_s:g} s "
                 "(environment.options.take_timeout_s): is `marin-rl sessions` running, and do "
                 "agents ask it?"
             )
-        loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(options.agent_timeout_s, self._late)
 
     def _late(self) -> None:

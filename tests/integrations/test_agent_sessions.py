@@ -185,12 +185,12 @@ def test_a_harness_that_fails_or_never_comes_costs_its_rollout(tmp_path: Path) -
         ask(session, QUESTION)
         end(session, error="the machine was lost")
 
-    config = offered(tmp_path, take_timeout_s=3.0)
+    config = offered(tmp_path, take_timeout_s=12.0, settings={"step_timeout_s": 3.0})
     with door(config) as url:
         rollouts = played(config, url, [fails])
     errors = sorted(str(rollout.error) for rollout in rollouts)
     assert errors[0] == "RewardFault: its harness reports: the machine was lost"
-    assert "no agent took the session for 3 s" in errors[1]
+    assert "no agent took the session for 12 s" in errors[1]
 
 
 def test_a_door_may_be_killed_and_started_again_in_between(tmp_path: Path) -> None:
