@@ -2,8 +2,8 @@
 
 Owns the options, the split into training and evaluation, and the examples, also of problems whose
 answers this package checks. Rows are split by a hash of their id, so growing the file moves no row
-from one to the other. Leaves out files and the meaning of a row (`prompt_files`), the reward
-function (`reward_functions`), and right answers (`math_problems`, `code_problems`).
+from one to the other. Leaves out files (`row_files`), the meaning of a row (`prompt_files`),
+the reward function (`reward_functions`), and right answers (`math_problems`, `code_problems`).
 """
 
 import hashlib
@@ -22,15 +22,14 @@ from marin_rl.environments.prompt_files import (
     TRAINED,
     Columns,
     PromptRow,
-    Rows,
     demonstration_in,
     metadata_of,
-    open_rows,
     read_row,
     tools_in,
 )
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.reward_functions import FunctionOptions, FunctionScored
+from marin_rl.environments.row_files import Rows, open_rows
 from marin_rl.errors import InputError
 from marin_rl.types import Demonstration, Example, Message, Split
 
@@ -77,7 +76,7 @@ class RowEnvironment(Environment):
 
         The digest of the files becomes part of the version, so that a changed one is seen.
         """
-        rows = open_rows(self._path)
+        rows = self._open()
         self._prompts = prompts = read_prompts(
             rows, self._columns, self._path, self._eval_fraction, self._left_out
         )
@@ -85,6 +84,9 @@ class RowEnvironment(Environment):
         self.version = f"{2 if prompts.counts['ends_with_assistant'] else 1}+{rows.digest}"
         self.rows_digest = rows.digest
         self._measure()
+
+    def _open(self) -> Rows:
+        return open_rows(self._path)
 
     def _measure(self) -> None:
         self.size, self.eval_size = (len(self._loaded.of_split[s]) for s in ("train", "eval"))
@@ -266,7 +268,7 @@ def read_prompts(
         split: np.setdiff1d(np.flatnonzero(held_out == (split == "eval")), left_out)
         for split in ("train", "eval")
     }
-    if left_out and not len(numbers["train"]):
+    if left_out and not held_out.all() and not len(numbers["train"]):
         raise InputError(
             f"{path}: no row is left for training, for environment.long_prompts leaves out "
             f"{len(left_out)} of {len(rows)}: raise policy.context_length or lower "

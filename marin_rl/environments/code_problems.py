@@ -26,8 +26,9 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
-from marin_rl.environments.prompt_files import Columns, Rows, open_rows
+from marin_rl.environments.prompt_files import Columns
 from marin_rl.environments.registry import parse_options, register
+from marin_rl.environments.row_files import Rows, open_rows
 from marin_rl.environments.sandbox_tools import SandboxOptions
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.isolated.sandbox import Sandbox, SandboxResult
@@ -336,9 +337,7 @@ class Code(Problems):
         return f"```python\n{str(first).strip()}\n```" if first else None
 
     def extract(self, completion: str) -> str | None:
-        """The program of a completion: its last block of Python."""
-        blocks = [text for kind, text in _BLOCK.findall(completion) if kind.lower() in _PYTHON]
-        return blocks[-1] if blocks and blocks[-1].strip() else None
+        return last_block(completion)
 
     def load_scorer(self) -> None:
         self._rows = open_rows(self._path)
@@ -387,26 +386,14 @@ class Code(Problems):
 
     def _passes(self, function: str | None, program: str, test: ProgramTest, left_s: float) -> bool:
         assert self._sandbox is not None, "load_scorer comes before score"
-        python = [self._sandbox.python, "-s"]  # -I would ignore the fixed hash seed
         if function is None:
             files = {"solution.py": program.encode(errors="replace")}
             source = test.stdin.encode()
-            result = self._sandbox.run(
-                [*python, "solution.py"], stdin=source, files=files, wall_s=left_s
-            )
+            python = [self._sandbox.python, "-s", "solution.py"]
+            result = self._sandbox.run(python, stdin=source, files=files, wall_s=left_s)
             output = result.stdout.decode(errors="replace")
             return result.succeeded and same_output(test.stdout, output)
-        number = secrets.token_hex(16)
-        call: Mapping[str, Any] = {
-            "program": program,
-            "function": function,
-            "arguments": test.arguments,
-            "number": number,
-        }
-        result = self._sandbox.run(
-            [*python, "-c", _CALLER], stdin=json.dumps(call).encode(), wall_s=left_s
-        )
-        value = _answer(result, number)
+        value = call(self._sandbox, program, function, test.arguments, wall_s=left_s)
         return value is not None and same_value(test.value, value[0])
 
     def _read_tests(self, row: int, rows: Rows | None = None) -> ProgramTests:
@@ -418,6 +405,23 @@ class Code(Problems):
             raise InputError(f"{rows.place(row)}: {error}") from None
         tests = problem.tests[: self._code.tests_max]
         return ProgramTests(tests=tests, function=problem.function)
+
+
+def last_block(completion: str) -> str | None:
+    """The program of a completion: its last block of Python."""
+    blocks = [text for kind, text in _BLOCK.findall(completion) if kind.lower() in _PYTHON]
+    return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def call(
+    box: Sandbox, program: str, function: str, arguments: Sequence[Any], wall_s: float | None = None
+) -> tuple[Any] | None:
+    """Value that a function of a program returns, as JSON has it; None where it returns none."""
+    number = secrets.token_hex(16)
+    asked = {"program": program, "function": function, "arguments": arguments, "number": number}
+    # -I would ignore the fixed hash seed
+    python = [box.python, "-s", "-c", _CALLER]
+    return _answer(box.run(python, stdin=json.dumps(asked).encode(), wall_s=wall_s), number)
 
 
 def _answer(result: SandboxResult, number: str) -> tuple[Any] | None:

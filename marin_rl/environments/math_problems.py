@@ -21,14 +21,9 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
-from marin_rl.environments.prompt_files import (
-    OTHER_PROMPT_COLUMNS,
-    PROMPT_COLUMNS,
-    Columns,
-    Rows,
-    open_rows,
-)
+from marin_rl.environments.prompt_files import OTHER_PROMPT_COLUMNS, PROMPT_COLUMNS, Columns
 from marin_rl.environments.registry import parse_options, register
+from marin_rl.environments.row_files import Rows, open_rows
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.types import Example, RewardComponent, Split
 
@@ -69,11 +64,7 @@ class Math(Problems):
     def __init__(self, config: EnvironmentConfig, options: MathOptions | None = None) -> None:
         options = parse_options(MathOptions, config) if options is None else options
         self._math = options
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "environment math needs math-verify: pip install 'marin-rl[math]', with the "
-                "constraints.txt of this version"
-            )
+        require_math_verify()
         columns = Columns(prompt=options.prompt_key, answer=options.answer_key, id=options.id_key)
         super().__init__(config, options, SAMPLE, columns)
 
@@ -125,14 +116,14 @@ class Math(Problems):
         return answer or None
 
     def load_scorer(self) -> None:
-        _grader()
+        load_grader()
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
         answer = boxed(completion)
         if answer is None and self._math.answer_in == "any":
-            right = _equal(example.answer or "", completion, whole=True)
+            right = equal_answers(example.answer or "", completion, whole=True)
         else:
-            right = answer is not None and _equal(example.answer or "", answer)
+            right = answer is not None and equal_answers(example.answer or "", answer)
         return self._components(completion, right=right)
 
     def score_of_limit(self, completion: str, limit: str) -> tuple[RewardComponent, ...]:
@@ -150,7 +141,15 @@ class Math(Problems):
         )
 
 
-def _equal(gold: str, answer: str, *, whole: bool = False) -> bool:
+def require_math_verify() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "environment math needs math-verify: pip install 'marin-rl[math]', with the "
+            "constraints.txt of this version"
+        )
+
+
+def equal_answers(gold: str, answer: str, *, whole: bool = False) -> bool:
     """Compare an answer, or the last expression of a whole text, with the row's.
 
     Raises RewardFault if the row's answer cannot be parsed; an unparsable completion is wrong.
@@ -161,7 +160,7 @@ def _equal(gold: str, answer: str, *, whole: bool = False) -> bool:
         return same_number(expected, actual)
     if expected is not None and _is_unfit(gold):
         return False  # an integer that is too long for expressions to equal it
-    if _is_unfit(gold) or not (meanings := _grader().parsed(rf"\boxed{{{gold}}}")):
+    if _is_unfit(gold) or not (meanings := load_grader().parsed(rf"\boxed{{{gold}}}")):
         raise RewardFault(
             f"the row's answer {gold!r:.80} is no mathematics: expected an expression of at most "
             f"{_CHARACTERS_MAX} characters and {_NESTING_MAX} levels of brackets"
@@ -169,8 +168,8 @@ def _equal(gold: str, answer: str, *, whole: bool = False) -> bool:
     if _is_unfit(answer):
         return False
     try:
-        return _grader().equal(
-            meanings, _grader().parsed(answer if whole else rf"\boxed{{{answer}}}")
+        return load_grader().equal(
+            meanings, load_grader().parsed(answer if whole else rf"\boxed{{{answer}}}")
         )
     except Exception:  # noqa: BLE001 - no text of a model may be left out for what sympy raises
         return False
@@ -198,7 +197,7 @@ def _with_answer(columns: Any, rows: Rows) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _grader() -> Any:
+def load_grader() -> Any:
     """Return the comparison by math-verify, which is imported where it scores."""
     return importlib.import_module("marin_rl.environments.math_grader")
 

@@ -20,7 +20,7 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.chat import ProblemOptions, Problems
 from marin_rl.environments.episode import Episode, Tool
-from marin_rl.environments.prompt_files import Columns, Rows, open_rows
+from marin_rl.environments.prompt_files import Columns
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.environments.repository_checkouts import (
     Checkouts,
@@ -35,6 +35,7 @@ from marin_rl.environments.repository_checkouts import (
     restore,
     run_tests,
 )
+from marin_rl.environments.row_files import Rows, open_rows
 from marin_rl.environments.sandbox_tools import (
     SandboxOptions,
     TimedEpisode,

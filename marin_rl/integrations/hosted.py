@@ -28,8 +28,8 @@ from pydantic import AfterValidator, Field
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import RewardedElsewhere
 from marin_rl.environments.episode import StepResult, Tool
-from marin_rl.environments.prompt_files import open_rows
 from marin_rl.environments.registry import parse_options
+from marin_rl.environments.row_files import open_rows
 from marin_rl.errors import InputError, RewardFault
 from marin_rl.isolated.processes import (
     PrintedText,

@@ -12,7 +12,7 @@ import pytest
 from marin_rl.config import Config, as_overrides, load_config, override
 from marin_rl.config.yaml_files import parse_yaml
 from marin_rl.environments.code_problems import read_tests
-from marin_rl.environments.prompt_files import open_rows
+from marin_rl.environments.row_files import open_rows
 from marin_rl.errors import ConfigError, CorruptObject, InputError
 from marin_rl.plain_files import read_object
 from marin_rl.storage.checkpoints import unpacked

@@ -1,5 +1,6 @@
 """Rows of TRL, verl, verifiers, OpenRLHF and open-instruct give the same example as our own."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,9 @@ import pytest
 from marin_rl.config import EnvironmentConfig, load_config, parse_config
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.checks import environment_of
-from marin_rl.environments.prompt_files import (
-    ArrowRows,
-    Columns,
-    JsonLines,
-    Rows,
-    metadata_of,
-    open_rows,
-    read_row,
-)
+from marin_rl.environments.prompt_files import Columns, metadata_of, read_row
 from marin_rl.environments.registry import construct
+from marin_rl.environments.row_files import ArrowRows, Rows, TextRows, open_rows
 from marin_rl.errors import InputError
 from marin_rl.types import Example, Message, ToolCall
 
@@ -417,7 +411,7 @@ def opened(tmp_path: Path, kind: str) -> Rows:
 @pytest.mark.parametrize("kind", ["lines", "saved", "folder", "pattern"])
 def test_the_same_rows_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
     rows = opened(tmp_path, kind)
-    assert isinstance(rows, JsonLines if kind == "lines" else ArrowRows)
+    assert isinstance(rows, TextRows if kind == "lines" else ArrowRows)
     assert len(rows) == 10
     assert [rows.row(index) for index in range(10)] == ROWS
     scanned = list(rows.scan({"prompt", "absent"}))
@@ -491,8 +485,17 @@ def test_lines_nested_too_deeply_are_refused_when_they_are_read(tmp_path: Path) 
         list(open_rows(str(path)).scan({"prompt"}))
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
-def test_a_file_that_is_one_array_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("\n" + json.dumps(ROWS, indent=1))
-    with pytest.raises(InputError, match=rf"{name} begins with '\[': expected JSON Lines.*jq -c"):
-        open_rows(str(tmp_path / name))
+def test_an_array_csv_and_packed_lines_are_read_alike(tmp_path: Path) -> None:
+    rows = [{"prompt": "a, b", "answer": "c\nd"}, {"prompt": "e", "answer": '"f"'}]
+    (tmp_path / "rows.json").write_text("\n" + json.dumps(rows, indent=1))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "rows.csv").write_text('prompt,answer\n"a, b","c\nd"\ne,"""f"""\n')
+    places = ("element 2 of its array", "line 2", "line 4")
+    for name, place in zip(("rows.json", "rows.jsonl.gz", "rows.csv"), places, strict=True):
+        read = open_rows(str(tmp_path / name))
+        assert list(read.scan({"prompt"})) == rows
+        assert read.place(1) == f"{tmp_path / name}, {place}"
+    (tmp_path / "rows.json").write_text("[1, 2")
+    with pytest.raises(InputError, match=r"rows.json begins with '\[' and is no JSON array"):
+        open_rows(str(tmp_path / "rows.json"))
