@@ -21,14 +21,20 @@ from marin_rl.config import (
     parse_config,
     pin_files,
 )
-from marin_rl.environments.base import Environment
 from marin_rl.environments.registry import EnvironmentPart, construct
+from marin_rl.environments.suite_formats import prompt_of
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.clients import Connect
-from marin_rl.rollouts.evaluate import HeldOut, answered, evaluation_metrics, extractors_of
+from marin_rl.rollouts.evaluate import (
+    HeldOut,
+    answered,
+    evaluation_metrics,
+    extractors_of,
+    held_out_sets,
+)
 from marin_rl.storage.commits import new_attempt
 from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_records import RUN_KEY, seed_from
@@ -48,10 +54,13 @@ class EvaluationRequest:
     """Request for an evaluation; None means the target's configuration.
 
     `environment` is a registered name, a YAML configuration whose environment is meant, or a JSONL
-    or Parquet file of prompts and answers; `options` are its, as `key=value`.
+    or Parquet file of prompts and answers; `options` are its, as `key=value`. In its place `suites`
+    are benchmarks by name, each maybe with `:` and its prompt, in the file or folder `data`.
     """
 
     environment: str | None = None
+    suites: Sequence[str] = ()
+    data: str | None = None
     options: Sequence[str] = ()
     k: Sequence[int] | None = None
     examples: int | None = None
@@ -96,13 +105,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes."""
+    """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes.
+
+    `suites` are the prompt and the files of each suite, with their SHA-256.
+    """
 
     model: str
     config: Config
     metrics: Mapping[str, float]
     groups: Sequence[RolloutGroup]
     rows: bytes
+    suites: Mapping[str, Mapping[str, str]]
 
 
 def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationResult:
@@ -111,6 +124,8 @@ def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationRes
     Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
     not there, InputError for an unfit folder or prompt file, and what the client raises.
     """
+    if bool(request.suites) != bool(request.data) or (request.suites and request.environment):
+        raise ConfigError("--suite and --data FILE or FOLDER go together, and without --env")
     if target.endpoint is not None:
         return _at_endpoint(target, request)
     folder = Path(target.name)
@@ -118,15 +133,17 @@ def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationRes
         from marin_rl.serving.launch import folder_tokenizer, serving
         from marin_rl.serving.weights.checkpoint_loader import read_folder
 
-        config, environment = evaluation_config(_folder_config(folder, target, request), request)
+        config, sets = evaluation_config(_folder_config(folder, target, request), request)
         loaded, source = read_folder(str(folder)), SlotRef(slot=str(folder), sha256="")
         with serving(loaded, folder_tokenizer(folder), source, config) as policy:
-            return _evaluate(policy, PolicyClient, config, environment)
+            return _evaluate(policy, PolicyClient, config, sets)
     return _of_run(folder, target, request)
 
 
-def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Config, Environment]:
-    """The configuration of one evaluation, and its environment with the examples loaded.
+def evaluation_config(
+    config: Config, request: EvaluationRequest
+) -> tuple[Config, tuple[HeldOut, ...]]:
+    """The configuration of one evaluation, and its held-out examples, loaded.
 
     Without a word on samples there are as many as the largest k needs; without one on temperature,
     several samples are drawn at the temperature of training, for greedy ones would all be equal.
@@ -144,6 +161,8 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
     tree["evaluation"] |= {"k": k, "samples": samples, "temperature": temperature, "sets": None}
     if request.max_tokens is not None:
         tree["sampling"]["max_tokens"] = request.max_tokens
+    if request.suites:
+        return _suites_config(tree, request, config.policy.context_length // 2)
     chosen_config = parse_config(tree, "evaluation")
     environment = construct(chosen_config.environment)
     environment.load_examples()
@@ -155,7 +174,35 @@ def evaluation_config(config: Config, request: EvaluationRequest) -> tuple[Confi
             )
         examples = min(examples, environment.eval_size)
     chosen = chosen_config.evaluation.model_copy(update={"examples": examples})
-    return chosen_config.model_copy(update={"evaluation": chosen}), environment
+    part = EnvironmentPart(label="", config=chosen_config.environment, environment=environment)
+    held_out = HeldOut(part=part, examples=examples)
+    return chosen_config.model_copy(update={"evaluation": chosen}), (held_out,)
+
+
+def _suites_config(
+    tree: dict[str, Any], request: EvaluationRequest, most: int
+) -> tuple[Config, tuple[HeldOut, ...]]:
+    """The configuration of suites as named sets; each has its usual limit of at most `most` tokens.
+
+    Raises ConfigError, InputError for files of another shape.
+    """
+    sets = tree["evaluation"]["sets"] = dict[str, Any]()
+    for item in request.suites:
+        suite, _, prompt = item.partition(":")
+        if item.replace(":", "-") in sets:
+            raise ConfigError(f"--suite names {item} twice")
+        name, usual = prompt_of(suite, prompt or None)
+        options = {"suite": suite, "path": request.data, "prompt": name}
+        options["max_tokens"] = request.max_tokens or min(usual.max_tokens, most)
+        chosen = override({"options": options}, [f"options.{each}" for each in request.options])
+        sets[item.replace(":", "-")] = {"name": "suite", **chosen}
+    if request.max_tokens is None:
+        limits = [each["options"]["max_tokens"] or most for each in sets.values()]
+        tree["sampling"]["max_tokens"] = max(limits)
+    tree["environment"] = {"name": "echo"}  # that of a run has no part in it
+    tree["evaluation"]["examples"] = request.examples or 1_000_000  # all
+    config = parse_config(pin_files(tree), "evaluation")
+    return config, held_out_sets(config)
 
 
 def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
@@ -183,21 +230,21 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     # This process serves it, whatever served its training.
     here = chosen.inference.model_copy(update={"endpoints": ()})
     config = chosen.model_copy(update={"inference": here})
-    own = request.environment is not None and request.environment != config.environment.name
+    own = bool(request.suites) or request.environment not in (None, config.environment.name)
     played = EnvironmentConfig.model_validate(_environment(config, request))
     sections = ("policy",) if own else ("policy", "environment.")
     check_named(opened, config.model_copy(update={"environment": played}), consent, sections)
-    settings, environment = evaluation_config(config, request)
+    settings, sets = evaluation_config(config, request)
     if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
         from marin_rl.serving.launch import serving
         from marin_rl.serving.weights.checkpoint_loader import read_slot
 
         loaded, tokenizer = read_slot(opened, checkpoint), tokenizer_for(opened.config.policy)
         with serving(loaded, tokenizer, checkpoint, settings) as policy:
-            return _evaluate(policy, PolicyClient, settings, environment)
+            return _evaluate(policy, PolicyClient, settings, sets)
     runtime = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
     try:
-        return _evaluate(runtime.serve(checkpoint), PolicyClient, settings, environment)
+        return _evaluate(runtime.serve(checkpoint), PolicyClient, settings, sets)
     finally:
         runtime.close()
 
@@ -225,7 +272,7 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
     longest = max(base.policy.context_length, max_tokens + CONTEXT_TOKENS_MAX)
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
     tree["sampling"]["max_tokens"] = max_tokens
-    config, environment = evaluation_config(parse_config(tree, "endpoint"), request)
+    config, sets = evaluation_config(parse_config(tree, "endpoint"), request)
     for name, off in (("top_k", "0"), ("min_p", "null")):
         if getattr(config.sampling, name):
             raise ConfigError(
@@ -244,18 +291,16 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
         checkpoint=SlotRef(slot=endpoint, sha256=""),
     )
     chosen = config.model_copy(update={"inference": inference})
-    return _evaluate(policy, partial(PolicyClient, dialect=TextDialect()), chosen, environment)
+    return _evaluate(policy, partial(PolicyClient, dialect=TextDialect()), chosen, sets)
 
 
 def _evaluate(
-    policy: ServedPolicy, connect: Connect, config: Config, environment: Environment
+    policy: ServedPolicy, connect: Connect, config: Config, sets: Sequence[HeldOut]
 ) -> EvaluationResult:
     """Sample the held-out examples, score the samples, and summarise them."""
     name = policy.model
-    part = EnvironmentPart(label="", config=config.environment, environment=environment)
-    held_out = HeldOut(part=part, examples=config.evaluation.examples)
     seed_of, version = partial(seed_from, config), policy.weight_version
-    groups = asyncio.run(answered(config, policy, [held_out], name, seed_of, version, connect))
+    groups = asyncio.run(answered(config, policy, sets, name, seed_of, version, connect))
     rows = encode_shard(
         groups,
         run_id=config.run_id,
@@ -272,6 +317,7 @@ def _evaluate(
         metrics=evaluation_metrics(groups, config.evaluation, extractors_of(config)),
         groups=groups,
         rows=rows,
+        suites={each.part.label: each.part.environment.record for each in sets if each.name},
     )
 
 
@@ -279,10 +325,12 @@ def _base(target: Target, request: EvaluationRequest) -> Config:
     """Configuration for a folder or an endpoint: a file's, else the defaults."""
     if target.config is not None:
         return load_config(target.config)
-    if request.environment is None:
-        raise ConfigError("say what is to be answered: --env NAME, or --config FILE")
+    if request.environment is None and not request.suites:
+        raise ConfigError(
+            "say what is to be answered: --env NAME, --suite NAME --data FILE, or --config FILE"
+        )
     defaults = Config(run_id="evaluation")
-    if not _is_yaml(request.environment):
+    if request.environment is None or not _is_yaml(request.environment):
         return defaults
     own = load_config(Path(request.environment))
     return defaults.model_copy(update={"sampling": own.sampling})

@@ -1,5 +1,6 @@
 """`marin-rl evaluate` on each kind of target; what goes together and what does not."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 from marin_rl.cli import app
 from marin_rl.config import load_config
 from marin_rl.environments.answers import exact_match, last_number, number_match
-from marin_rl.errors import ConfigError, ObjectMissing
+from marin_rl.errors import BadResponse, ConfigError, InputError, ObjectMissing
 from marin_rl.evaluation import (
     EvaluationRequest,
     EvaluationResult,
@@ -21,6 +22,8 @@ from marin_rl.evaluation import (
     evaluate_target,
     evaluation_config,
 )
+from marin_rl.inference.client.answers import likeliest
+from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.hf_folders import save_hf
@@ -100,6 +103,128 @@ def test_a_configuration_gives_environment_and_sampling(endpoint, tmp_path):
         endpoint.requests.clear()
         evaluate_target(target, request)
         assert {body["max_tokens"] for body in endpoint.requests} == {tokens}
+
+
+@pytest.fixture
+def suites(tmp_path: Path) -> Path:
+    """A folder of two suites: two problems, and three questions with the answers B, B and C."""
+    for name, rows in (
+        ("gsm8k", [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in (1, 2)]),
+        ("mmlu", [
+            {"question": str(n), "subject": "sums", "choices": [*"wxyz"], "answer": n}
+            for n in (1, 1, 2)
+        ]),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_suites_at_an_endpoint(suites: Path) -> None:
+    rows = suites / "rows.parquet"
+    say = lambda text, seed: "B" if "A. w" in text else "2" if "1 + 1" in text else "5"
+    with FakePolicyServer("gpt-x", script=say) as fake:
+        fake.compact = False
+        shown = invoke(
+            fake.url, "--model", "gpt-x", "--suite", "gsm8k,mmlu:lm-eval-0shot", "--data",
+            str(suites), "--k", "1,2", "--json", "-o", str(rows),
+        )  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+    told = json.loads(shown.stdout)
+    assert told["eval/examples"] == 5
+    assert told["eval/gsm8k/pass@2"] == told["eval/gsm8k/mean@2"] == 0.5
+    assert told["eval/mmlu-lm-eval-0shot/pass@1"] == pytest.approx(2 / 3)
+    low, high = (told[f"eval/mmlu-lm-eval-0shot/pass@1/{end}"] for end in ("low", "high"))
+    assert low < 2 / 3 < high
+    assert told["suites"]["gsm8k"]["prompt"] == "chat-boxed"
+    digest = hashlib.sha256((suites / "mmlu.jsonl").read_bytes()).hexdigest()
+    assert told["suites"]["mmlu-lm-eval-0shot"]["sha256"] == digest
+    plain = [body for body in fake.requests if "prompt" in body]
+    chat = [body for body in fake.requests if "messages" in body]
+    assert {(body["max_tokens"], body["logprobs"]) for body in plain} == {(1, 20)}
+    assert {body["max_tokens"] for body in chat} == {512}
+    frame = pl.read_parquet(rows)
+    assert frame.height == 10
+    versions = set(frame["environment_version"])
+    assert f"mmlu lm-eval-0shot {digest}" in versions
+    assert {turns[-1]["content"] for turns in frame["turns"].to_list()} == {"B", "2", "5"}
+
+
+def test_no_suite_is_sampled_where_one_does_not_fit(suites: Path, tmp_path: Path) -> None:
+    (tmp_path / "mmlu.jsonl").write_text('{"question": "q", "answer": "B", "choices": "wxyz"}\n')
+    with FakePolicyServer("gpt-x") as fake:
+        target = Target(endpoint=fake.url, model="gpt-x")
+        for request, words in (
+            (EvaluationRequest(suites=("gsm8k", "mmlu"), data=str(suites)), "line 1: choices: exp"),
+            (EvaluationRequest(suites=("mlu",), data=str(suites)), "did you mean mmlu"),
+            (EvaluationRequest(suites=("gsm8k",)), "--suite and --data FILE or FOLDER go together"),
+            (EvaluationRequest(data=str(suites)), "--suite and --data FILE or FOLDER go together"),
+            (EvaluationRequest(suites=("gsm8k",), data="x", environment="echo"), "without --env"),
+            (EvaluationRequest(suites=("gsm8k",), data="nowhere"), "no file nowhere"),
+            (EvaluationRequest(suites=("gsm8k", "gsm8k"), data=str(suites)), "gsm8k twice"),
+        ):
+            with pytest.raises((ConfigError, InputError), match=words):
+                evaluate_target(target, request)
+        assert not fake.requests
+
+
+@pytest.mark.parametrize(("top", "text"), [
+    ({" B": -1.0, "A": -0.5, " A": -2.0, "\n": -0.1}, "B"),  # as the text goes on: after a space
+    ({"A": -0.5, "B": -1.0}, "A"),
+    ({"\n": -0.1}, "said"),
+])  # fmt: skip
+def test_the_likeliest_of_some_texts(top: dict[str, float], text: str) -> None:
+    choice = {"text": "said", "logprobs": {"top_logprobs": [top, {" A": 0.0}]}}
+    assert likeliest(choice, ("A", "B")) == text
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        None,
+        {},
+        {"top_logprobs": None},
+        {"top_logprobs": [3]},
+        {"top_logprobs": [{" A": "x"}]},
+    ],
+)
+def test_an_endpoint_without_likely_tokens_is_refused(logprobs: object) -> None:
+    with pytest.raises(BadResponse, match="must honour `logprobs: 20`; choose a prompt whose"):
+        likeliest({"text": "A", "logprobs": logprobs}, ("A", "B"))
+
+
+def test_a_suite_is_a_named_set_of_a_run(suites: Path) -> None:
+    (suites / "own.yaml").write_text(
+        "run_id: own\nevaluation:\n  examples: 2\n  sets:\n"
+        "    sums: {name: suite, options: {suite: gsm8k, path: gsm8k.jsonl}}\n"
+        "    facts: {name: suite, options: {suite: mmlu, path: ., prompt: lm-eval-0shot}}\n"
+    )
+    facts, sums = held_out_sets(load_config(suites / "own.yaml"))
+    assert (facts.name, facts.examples, sums.name, sums.examples) == ("facts", 2, "sums", 2)
+    assert facts.part.environment.choices == ("A", "B", "C", "D")
+
+
+@pytest.mark.slow
+def test_suites_with_a_model_folder(suites: Path, tmp_path: Path) -> None:
+    config = load_config(DEBUG).policy.model_copy(update={"context_length": 256})
+    tokenizer = character_tokenizer()
+    folder = tmp_path / "model"
+    save_hf(build_model(config, len(tokenizer), 0), tokenizer, folder)
+    names = ("mmlu:lm-eval-0shot", "gsm8k:lm-eval-0shot")
+    found = evaluate_target(
+        Target(name=str(folder)),
+        EvaluationRequest(suites=names, data=str(suites), max_tokens=4),
+    )
+    assert found.metrics["eval/examples"] == 5
+    assert found.metrics["eval/errors"] == 0
+    for group in found.groups:
+        (rollout,) = group.rollouts
+        asked, said = rollout.turns
+        text = asked.content
+        ids = rollout.token_ids.tolist()
+        assert ids[: len(ids) - rollout.n_completion_tokens] == tokenizer.encode(text)
+        if group.example.environment.startswith("mmlu"):
+            assert rollout.n_completion_tokens == 1
+            assert said.content in "ABCD"
 
 
 @pytest.mark.slow

@@ -36,6 +36,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     target: TargetName = "",
     *,
     env: Environment = None,
+    suite: Annotated[
+        str | None, typer.Option(help="benchmarks like gsm8k,mmlu, or NAME:PROMPT")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="file or folder of --suite")] = None,
     k: Annotated[str | None, typer.Option("--k", help="like 1,8: pass@k and so on")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="held-out examples")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="completions per example")] = None,
@@ -59,9 +63,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     """Evaluate a run, a model folder or an endpoint.
 
     Prints pass@k, mean@k and majority@k. A run without further options is evaluated as it is
-    configured, and the rows are committed with its checkpoint. With --env, --k, --examples,
-    --samples, --temperature, --max-tokens, --output or --set environment.options.KEY=VALUE nothing
-    is written into the run: rows go to a Parquet file, as for other targets.
+    configured, and the rows are committed with its checkpoint. With --suite, --env, --k,
+    --examples, --samples, --temperature, --max-tokens, --output or --set
+    environment.options.KEY=VALUE nothing is written into the run: rows go to a Parquet file, as
+    for other targets.
     """
     from marin_rl.evaluation import EvaluationRequest, Target
 
@@ -83,6 +88,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     options = [item.strip() for item in overrides or () if item not in others]
     request = EvaluationRequest(
         environment=env,
+        suites=tuple(suite.split(",")) if suite else (),
+        data=data,
         options=tuple(item.removeprefix(OPTIONS) for item in options),
         k=_numbers(k),
         examples=examples,
@@ -95,8 +102,8 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
     elif others:
         raise ConfigError(
             f"--set {others[0]} goes with the evaluation that a run commits: use --config, or "
-            "leave out --env, --k, --examples, --samples, --temperature, --max-tokens, --output "
-            f"and --set {OPTIONS}…"
+            "leave out --suite, --env, --k, --examples, --samples, --temperature, --max-tokens, "
+            f"--output and --set {OPTIONS}…"
         )
     else:
         _write_rows(where, request, output, as_json=as_json)
@@ -113,7 +120,11 @@ def _write_rows(
     rows = output or Path(f"{Path(target.name).name or 'endpoint'}-eval.parquet")
     rows.parent.mkdir(parents=True, exist_ok=True)
     rows.write_bytes(result.rows)
-    _print_metrics(result.model, {"rows": rows}, result.metrics, as_json=as_json)
+    suites: dict[str, Any] = {"suites": result.suites} if result.suites else {}
+    if not as_json:
+        records = result.suites.items()
+        suites = {name: ", ".join(f"{k} {v}" for k, v in each.items()) for name, each in records}
+    _print_metrics(result.model, {"rows": rows} | suites, result.metrics, as_json=as_json)
 
 
 def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:

@@ -24,10 +24,13 @@ _PATH_KEYS = (
     "preference.pairs", "distillation.folder",
 )  # fmt: skip
 _PROGRAMS = ("python", "interpreter")  # without a slash they are sought on PATH
-_PATH_OPTIONS = ("path", "repositories", "folder", "check_folder", "sessions", *_PROGRAMS)
+_PATH_OPTIONS = (
+    "path", "shots_path", "repositories", "folder", "check_folder", "sessions", *_PROGRAMS,
+)  # fmt: skip
 # Environments whose options of these names are paths; in those of others they may be anything.
 _READERS = (
     "agent", "chat", "code", "judge", "math", "nemo_gym", "openenv", "python", "repository",
+    "suite",
 )  # fmt: skip
 _WORDS = ("characters",)  # the tokenizer that is no folder
 

@@ -67,7 +67,7 @@ class EnvironmentConfig(Section):
     name: str = field(
         "echo",
         "chat, code, echo, game, gymnasium, judge, math, openenv, python, reasoning_gym, "
-        "repository, textarena, verifiers, FILE.py:Class, or another registered name",
+        "repository, suite, textarena, verifiers, FILE.py:Class, or another registered name",
     )
     options: dict[str, Any] = field(
         {}, "options of the environment, listed at the end of this page"

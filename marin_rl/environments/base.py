@@ -48,6 +48,11 @@ class Environment(ABC):
     made of has `episode.POLICY` in its metadata, the `endpoints` (base URLs that end in /v1),
     the id of the `model`, and the `sampling`.
     `extracts_here` says that `extract` is code of this package, which needs no worker.
+
+    With `plain_prompts` the text of an example's only message is the prompt, without the chat
+    template. `stop` are strings that end a completion too, `new_tokens_max` bounds its tokens, and
+    with `choices` it is the one of them that is likeliest as the first token, of the 20 likeliest.
+    `record` says which published file of examples was read, and how.
     """
 
     name: str = ""
@@ -63,6 +68,11 @@ class Environment(ABC):
     asks_policy: bool = False
     extracts_here: bool = False
     wants_completion_ids: bool = False
+    plain_prompts: bool = False
+    stop: tuple[str, ...] = ()
+    new_tokens_max: int | None = None
+    choices: tuple[str, ...] = ()
+    record: Mapping[str, str] = MappingProxyType({})
     reward_name: str = ""  # for errors, where it is not the environment's
 
     def __init_subclass__(cls, **options: Any) -> None:

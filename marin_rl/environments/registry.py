@@ -50,6 +50,7 @@ _OWN = {
     "math": "marin_rl.environments.math_problems",
     "python": "marin_rl.environments.python_tool",
     "repository": "marin_rl.environments.repository",
+    "suite": "marin_rl.environments.suites",
 }
 
 OptionsT = TypeVar("OptionsT", bound=BaseModel)

@@ -186,6 +186,7 @@ class EpisodeDriver:
             self.client.chat,
             template_options=self.template_options,
             stop_token_ids=self.stop_token_ids,
+            plain=self.environment.choices if self.environment.plain_prompts else None,
         )
 
     @property

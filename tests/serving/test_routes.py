@@ -143,6 +143,15 @@ def test_tokenize_and_back(asked: Ask) -> None:
     assert answer == {"prompt": "abc<|end|>"}
 
 
+def test_the_tokenizer_is_described_as_vllm_does(asked: Ask) -> None:
+    status, _, answer = asked("GET", "/tokenizer_info", None)
+    assert status == 200
+    assert answer["eos_token"] == TOKENIZER.eos_token
+    assert answer["pad_token"] == TOKENIZER.pad_token
+    assert answer["bos_token"] is None
+    assert answer["chat_template"] == TOKENIZER.chat_template
+
+
 def test_content_in_parts_is_joined(asked: Ask) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
     body = {"messages": [{"role": "user", "content": parts}]}

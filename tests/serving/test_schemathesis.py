@@ -71,6 +71,7 @@ OPERATIONS = (
     "POST /generate",
     "POST /tokenize",
     "POST /detokenize",
+    "GET /tokenizer_info",
 )
 ADMIN = (
     "POST /admin/update_weights_from_disk",

@@ -137,13 +137,18 @@ class FakePolicyServer(HttpThread):
         return answer | self.extra
 
     def plain_answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The plain completion of a prompt of ids, as vLLM gives it: without compact logprobs."""
-        last = bytes(i for i in body["prompt"] if i != END).decode().rpartition("<user>")[2]
+        """The plain completion of a prompt of ids or a text, as vLLM gives it.
+
+        Without compact logprobs; the first token of a text is most likely what the script says.
+        """
+        ids = body["prompt"] if isinstance(body["prompt"], list) else [*body["prompt"].encode()]
+        last = bytes(i for i in ids if i != END).decode().rpartition("<user>")[2]
         asked = {
-            "tokens": body["prompt"],
+            "tokens": ids,
             "messages": [{"role": "user", "content": last.removesuffix("<assistant>")}],
             "max_tokens": body["max_tokens"],
             "seed": body["seed"],
+            "n": body.get("n", 1),
         }
         answer = self.answer(asked, None)
         for choice in answer["choices"]:
@@ -152,6 +157,9 @@ class FakePolicyServer(HttpThread):
             choice["prompt_token_ids"] = answer["prompt_token_ids"]
             if body.get("logprobs") is not None:
                 choice["logprobs"] = {"token_logprobs": [item["logprob"] for item in chat]}
+                said = self.script(last, body["seed"] + choice["index"])
+                top = {"\n": -0.1, " A": -4.0, f" {said}": -0.5}
+                choice["logprobs"]["top_logprobs"] = [top] if body["logprobs"] else None
         del answer["prompt_token_ids"]
         return answer
 

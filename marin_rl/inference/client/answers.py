@@ -4,8 +4,8 @@ Required and optional fields are listed in `protocol`. Any other shape raises Ba
 says what was expected and what the endpoint sent.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,34 @@ def decode_turns(data: bytes) -> list[ChatAnswer]:
         _answer(body, choice, (decode_completion(choice, choice.get("text")),))
         for choice in choices
     ]
+
+
+def decode_plain(data: bytes, choices: Sequence[str]) -> ChatAnswer:
+    """Read the answer to a plain prompt: its samples, or of each the likeliest of `choices`."""
+    answers = decode_turns(data)
+    completions = tuple(completion for answer in answers for completion in answer.completions)
+    if choices:
+        pairs = zip(read_choices(data)[1], completions, strict=True)
+        completions = tuple(replace(each, text=likeliest(raw, choices)) for raw, each in pairs)
+    return replace(answers[0], completions=completions)
+
+
+def likeliest(choice: Mapping[str, Any], texts: Sequence[str]) -> str:
+    """The likeliest text as the first token, after a space if any is there; else what was said.
+
+    One that is not among the likeliest tokens is less likely than one that is. Raises BadResponse.
+    """
+    places = expect_object(choice.get("logprobs") or {}, "logprobs").get("top_logprobs")
+    top = places[0] if isinstance(places, list) and places else None
+    if not isinstance(top, dict) or not all(isinstance(each, int | float) for each in top.values()):
+        raise BadResponse(
+            f"expected logprobs.top_logprobs[] of the first token, found {places!r:.80}: the "
+            "endpoint must honour `logprobs: 20`; choose a prompt whose answer is generated"
+        )
+    for before in (" ", ""):
+        if found := [text for text in texts if before + text in top]:
+            return max(found, key=lambda text: top[before + text])
+    return str(choice.get("text") or "")
 
 
 def _answer(

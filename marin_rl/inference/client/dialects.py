@@ -15,6 +15,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -34,8 +35,10 @@ from marin_rl.inference.client.answers import (
     WeightSpan,
     decode_answer,
     decode_completion,
+    decode_plain,
     decode_turns,
     expect_object,
+    likeliest,
     model_ids,
     read_choices,
     read_object,
@@ -43,9 +46,9 @@ from marin_rl.inference.client.answers import (
 )
 from marin_rl.inference.client.http_client import Root
 from marin_rl.inference.client.protocol import (
-    CHAT_PATH,
     COMPLETIONS_PATH,
     GENERATE_ROUTE,
+    LIKELIEST,
     NO_OPTIONS,
     SGLANG_GENERATE_ROUTE,
     ChatRequest,
@@ -97,6 +100,10 @@ class ChatDialect(Dialect):
         self._has_chat_tokens = True  # until an endpoint says that it has no such route
 
     async def answer(self, request: ChatRequest, send: Send) -> ChatAnswer:
+        if (texts := request.plain) is not None:
+            read = lambda data: [decode_plain(data, texts)]
+            (answer,) = await send(request.path, request.body(), read)
+            return answer
         exact = request.prompt_ids is not None and request.n == 1
         if self._has_chat_tokens or not exact:
             try:
@@ -143,19 +150,26 @@ class TextDialect(Dialect):
         while (missing := request.n - len(completions)) > 0:
             part = replace(request, n=min(missing, _CHOICES_MAX), prompt_ids=None)
             body = {name: value for name, value in part.body().items() if name not in _EXTENSIONS}
+            if part.plain:
+                body["logprobs"] = LIKELIEST
             if "seed" in body:
                 # The same seed again would give the same texts again.
                 body["seed"] += len(completions)
-            answers += await send(CHAT_PATH, body, self._read)
+            read = partial(self._read, request=part)
+            answers += await send(part.path, body, read)
             completions += answers[-1].completions[:missing]
         return replace(answers[-1], completions=tuple(completions))
 
     @staticmethod
-    def _read(data: bytes) -> list[ChatAnswer]:
+    def _read(data: bytes, request: ChatRequest) -> list[ChatAnswer]:
         body, choices = read_choices(data)
         completions: list[Completion] = []
         for choice in choices:
-            message = expect_object(choice.get("message"), "a choice's message")
+            message: Mapping[str, Any] = {"content": choice.get("text")}
+            if request.plain is None:
+                message = expect_object(choice.get("message"), "a choice's message")
+            elif request.plain:
+                message = {"content": likeliest(choice, request.plain)}
             completion = Completion(
                 text=str(message.get("content") or ""),
                 token_ids=np.zeros(0, np.int32),
@@ -213,6 +227,11 @@ class TokenIdsDialect(Dialect):
 
     async def answer(self, request: ChatRequest, send: Send) -> ChatAnswer:
         prompt_ids, first = request.prompt_ids, request.sampling.seed
+        if request.plain is not None:
+            raise RequestRejected(
+                "a prompt without the chat template goes to /v1/completions: expected "
+                "inference.route chat, or another prompt of the suite"
+            )
         if prompt_ids is None:
             options = (request.template_options,) if request.template_options else ()
             try:

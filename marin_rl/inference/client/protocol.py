@@ -32,6 +32,7 @@ CHAT_TOKENS_PATH = CHAT_TOKENS_ROUTE.removeprefix("/v1")
 COMPLETIONS_PATH = COMPLETIONS_ROUTE.removeprefix("/v1")
 TOKENIZE_ROUTE = "/tokenize"
 DETOKENIZE_ROUTE = "/detokenize"
+TOKENIZER_INFO_ROUTE = "/tokenizer_info"
 GENERATE_ROUTE = "/inference/v1/generate"
 SGLANG_GENERATE_ROUTE = "/generate"
 UPDATE_WEIGHTS_ROUTE = "/update_weights_from_disk"
@@ -41,6 +42,7 @@ SGLANG_LOAD_ADAPTER_ROUTE = "/load_lora_adapter"
 SGLANG_UNLOAD_ADAPTER_ROUTE = "/unload_lora_adapter"
 
 
+LIKELIEST = 20  # tokens that choices are looked for among, as many as vLLM gives
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 DIGEST_DIGITS = 8  # of a digest, in a served model's id
 _SERVED = re.compile(rf"(?P<name>.+)@(?P<version>\d{{5,}})-(?P<digest>[0-9a-f]{{{DIGEST_DIGITS}}})")
@@ -100,9 +102,11 @@ class ChatRequest:
     """`n` samples of one conversation from one served model.
 
     With `prompt_ids` the prompt is these very ids, and the server renders nothing; else
-    `template_options` are for its chat template. `tools` have their JSON schema, as OpenAI's
-    clients send it. A `probe`, of a few tokens, is served first by our servers. `session` is not
-    sent: it is for the client. `stop_token_ids` end a completion in addition to the endpoint's own.
+    `template_options` are for its chat template. A `plain` prompt is the text of the only message,
+    without the template; where it has texts, the completion is the likeliest of them. `tools` have
+    their JSON schema, as OpenAI's clients send it. A `probe`, of a few tokens, is served first by
+    our servers. `session` is not sent: it is for the client. `stop_token_ids` end a completion in
+    addition to the endpoint's own.
     """
 
     model: str
@@ -115,22 +119,27 @@ class ChatRequest:
     session: str = ""
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     stop_token_ids: tuple[int, ...] = ()
+    plain: tuple[str, ...] | None = None
 
     @property
     def path(self) -> str:
+        if self.plain is not None:
+            return COMPLETIONS_PATH
         return CHAT_PATH if self.prompt_ids is None else CHAT_TOKENS_PATH
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [message_body(message) for message in self.messages],
             "n": self.n,
             **sampling_fields(self.sampling, self.stop_token_ids),
-            "logprobs": True,
-            "top_logprobs": 0,
             "return_token_ids": True,
-            "compact_logprobs": True,
+            "compact_logprobs": not self.plain,  # they are without the likeliest tokens
         }
+        if self.plain is not None:
+            (message,) = self.messages
+            return body | {"prompt": message.content, "logprobs": LIKELIEST if self.plain else 0}
+        body["messages"] = [message_body(message) for message in self.messages]
+        body |= {"logprobs": True, "top_logprobs": 0}
         if self.prompt_ids is not None:
             body["tokens"] = self.prompt_ids.tolist()
         elif self.template_options:
@@ -223,7 +232,7 @@ class ChatClient(ABC):
     model: str
     gives_ids = True  # each answer has the ids of its prompt and its completions
 
-    async def chat(
+    async def chat(  # noqa: PLR0913 - the fields of a request
         self,
         messages: Sequence[Message],
         n: int,
@@ -234,6 +243,7 @@ class ChatClient(ABC):
         session: str = "",
         template_options: Mapping[str, Any] = NO_OPTIONS,
         stop_token_ids: Sequence[int] = (),
+        plain: tuple[str, ...] | None = None,
     ) -> ChatAnswer:
         """`n` samples of one conversation, checked.
 
@@ -252,6 +262,7 @@ class ChatClient(ABC):
             session=session,
             template_options=template_options,
             stop_token_ids=tuple(stop_token_ids),
+            plain=plain if prompt_ids is None else None,
         )
         return await self.answer(request)
 

@@ -185,6 +185,15 @@ class TextCompletion(SampledResponse):
     choices: list[PlainChoice]
 
 
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+
+
 class Tokenized(BaseModel):
     count: int
     max_model_len: int

@@ -20,6 +20,7 @@ from marin_rl.inference.client.protocol import (
     MESSAGES_ROUTE,
     MODELS_ROUTE,
     TOKENIZE_ROUTE,
+    TOKENIZER_INFO_ROUTE,
 )
 from marin_rl.serving.api.dialect import json_response
 from marin_rl.serving.api.requests import CountTokensBody, DetokenizeBody, TokenizeBody
@@ -32,6 +33,7 @@ from marin_rl.serving.api.response_models import (
     Models,
     Status,
     Tokenized,
+    TokenizerInfo,
 )
 from marin_rl.serving.api.service import Service
 from marin_rl.serving.api.translated import count_tokens
@@ -39,6 +41,7 @@ from marin_rl.serving.http.auth import OPEN_PATHS
 from marin_rl.serving.http.errors import parse
 from marin_rl.serving.http.guard import read_body
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 COUNT_ROUTE = f"{MESSAGES_ROUTE}/count_tokens"
 # Before OpenAPI 3.2 the schema of a stream describes each of its events.
 EVENT = {
@@ -179,7 +182,17 @@ def tokenizer_routes(service: Service) -> list[ApiRoute]:
         summary = inspect.getdoc(work) or ""
         return ApiRoute(path, endpoint, methods=["POST"], summary=summary, **described)
 
+    async def tokenizer_info(request: Request) -> Response:
+        """The special tokens, and the chat template as text (as vLLM)."""
+        tokenizer = service.tokenizer
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # one for tools beside it
+            template = template.get("default")
+        info = {"tokenizer_class": type(tokenizer).__name__, "chat_template": template}
+        return json_response(info | {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS})
+
     return [
+        ApiRoute(TOKENIZER_INFO_ROUTE, tokenizer_info, response=TokenizerInfo),
         post(TOKENIZE_ROUTE, _tokenize, request=TokenizeBody, response=Tokenized),
         post(DETOKENIZE_ROUTE, _detokenize, request=DetokenizeBody, response=Detokenized),
         post(COUNT_ROUTE, count_tokens, request=CountTokensBody, response=CountedTokens),
