@@ -459,7 +459,7 @@ class ProgramEpisode(AgentEpisode):
 class ElsewhereEpisode(AgentEpisode):
     """A session that an agent elsewhere takes, and its harness ends."""
 
-    _session: OfferedSession
+    _offered: OfferedSession
     _deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, environment: Agent, example: Example, folder: Path) -> None:
@@ -469,16 +469,18 @@ class ElsewhereEpisode(AgentEpisode):
     async def begin(self) -> None:
         options = self._environment.options
         task = {"task": _task(self._example), "split": self._example.split, "model": MODEL}
-        self._session = OfferedSession(MODEL, private_folder(str(self._folder)), task)
-        self._over = self._session.outcome
-        await self._session.offer()
+        self._session = self._offered = OfferedSession(
+            MODEL, private_folder(str(self._folder)), task
+        )
+        self._over = self._offered.outcome
+        await self._offered.offer()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + options.take_timeout_s
         with uncharged():
             # In turns: a worker that runs nothing for a step's limit is ended as one that hangs.
-            while not self._session.taken.done() and loop.time() < deadline:
-                await asyncio.wait({self._session.taken}, timeout=_TAKE_POLL_S)
-        if not self._session.taken.done():
+            while not self._offered.taken.done() and loop.time() < deadline:
+                await asyncio.wait({self._offered.taken}, timeout=_TAKE_POLL_S)
+        if not self._offered.taken.done():
             raise RewardFault(
                 f"no agent took the session for {options.take_timeout_s:g} s "
                 "(environment.options.take_timeout_s): is `marin-rl sessions` running, and do "
@@ -487,18 +489,18 @@ class ElsewhereEpisode(AgentEpisode):
         self._deadline = loop.call_later(options.agent_timeout_s, self._late)
 
     def _late(self) -> None:
-        if not self._session.outcome.done():
+        if not self._offered.outcome.done():
             seconds = self._environment.options.agent_timeout_s
-            self._session.outcome.set_exception(
+            self._offered.outcome.set_exception(
                 RewardFault(f"the agent took longer than {seconds:g} s")
             )
 
     def silent(self) -> RewardFault:
-        self._session.outcome.result()
+        self._offered.outcome.result()
         return RewardFault("the session was ended without a call of the model")
 
     async def reward(self) -> Mapping[str, float]:
-        outcome = self._session.outcome.result()
+        outcome = self._offered.outcome.result()
         if not isinstance(outcome, str):
             return outcome
         return await self._in_thread(
