@@ -81,7 +81,6 @@ class Environment(ABC):
 
     @classmethod
     def defines(cls, member: str) -> bool:
-        """Return True if the class overrides the default of `Environment`."""
         return getattr(cls, member) is not getattr(Environment, member)
 
     def load_examples(self) -> None:  # noqa: B027 - a default, and not to be defined by all

@@ -41,7 +41,6 @@ class Echo(Environment):
         )
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Characters in place over the length of the longer of word and completion."""
         expected, actual = example.answer or "", completion.strip()
         right = sum(a == b for a, b in zip(expected, actual, strict=False))
         return (RewardComponent(name="echo", value=right / max(len(expected), len(actual), 1)),)

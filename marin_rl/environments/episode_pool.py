@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import orjson
@@ -46,20 +46,6 @@ _PRIVATE = ("inference_metadata", "logprobs", "timing")
 _ANSWERS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (Start, StepResult, type(None))}
 _ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
 _numbers = itertools.count()
-
-
-@runtime_checkable
-class PlayedEpisode(Protocol):
-    """An episode as a driver plays it, in whichever process.
-
-    Each method raises any exception; one of another process a RewardFault.
-    """
-
-    async def start(self) -> Start: ...
-
-    async def step(self, turn: Turn) -> StepResult: ...
-
-    async def close(self) -> None: ...
 
 
 class EpisodeHere:
@@ -207,6 +193,10 @@ class EpisodeAway:
         if fault.limit == "answer":
             return RewardFault(f"{what} gave an answer that cannot be sent: {fault}")
         return RewardFault(f"{what} ended its process ({fault})")
+
+
+# As a driver plays it: methods raise any exception; those of another process a RewardFault.
+PlayedEpisode = EpisodeHere | EpisodeAway
 
 
 async def _answered(worker: Worker, operation: Operation, number: int, argument: Any) -> Any:

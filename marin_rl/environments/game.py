@@ -241,7 +241,6 @@ class GameOptions(Section):
 
 
 def game_of(options: GameOptions) -> Game:
-    """The rules that options name."""
     if options.game == "nim":
         return Nim(options.size, options.opponent)
     if options.game == "mastermind":

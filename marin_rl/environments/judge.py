@@ -123,7 +123,6 @@ class Judge(Chat):
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
     ) -> list[GroupScore]:
-        """Ask for a verdict on each completion concurrently; a fault if the judge gives none."""
         others: Sequence[GroupScore] = [()] * len(completions)
         if factor := self._judge.function_weight:
             scores = super().score_group(example, completions, completion_ids, dialogues)

@@ -27,7 +27,6 @@ def parsed(text: str) -> list[Any]:
 
 
 def equal(gold: list[Any], answer: list[Any]) -> bool:
-    """Compare what a reference answer and an answer may mean."""
     return bool(answer) and verify(gold, answer, timeout_seconds=None)
 
 

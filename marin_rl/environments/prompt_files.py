@@ -249,7 +249,6 @@ def tools_in(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_message(message: Message) -> dict[str, Any]:
-    """Return a message as rows have it."""
     calls = [
         {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls

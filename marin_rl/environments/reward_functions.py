@@ -195,7 +195,6 @@ class RewardFunction:
         return runner
 
     def _result(self, value: Any) -> Any:
-        """Return what the function returned, awaited where it is asynchronous."""
         return self._runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 

@@ -135,7 +135,6 @@ def _text(data: bytes) -> str:
 
 
 def _shortened(text: str, characters_max: int) -> str:
-    """Return a text without its middle where it is too long."""
     if len(text) <= characters_max:
         return text
     note = f"\n[{len(text)} characters: the middle is left out]\n"

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import orjson
@@ -136,14 +136,7 @@ class EnvironmentPool(Pool):
         super().__init__(spec, environment.workers)
 
 
-@runtime_checkable
-class Closes(Protocol):
-    """Something with processes that can be ended."""
-
-    def close(self) -> None: ...
-
-
-PoolT = TypeVar("PoolT", bound=Closes)
+PoolT = TypeVar("PoolT", bound="Pool | Scorer")
 
 
 class PoolsInUse(Generic[PoolT]):
@@ -162,7 +155,6 @@ class PoolsInUse(Generic[PoolT]):
         return len(self._pools)
 
     def of(self, environment: Environment, config: EnvironmentConfig) -> PoolT:
-        """Return the pool of an environment."""
         key = config.model_dump_json(), environment.version
         with self._lock:
             if key not in self._pools:
@@ -289,11 +281,7 @@ def _explained(fault: WorkerFault, wall_s: float) -> str:
 
 
 scorers = PoolsInUse(Scorer)
-
-
-def scorer_for(environment: Environment, config: EnvironmentConfig) -> Scorer:
-    """The scorer of an environment in this process, started at its first use."""
-    return scorers.of(environment, config)
+scorer_for = scorers.of
 
 
 def answers_in(

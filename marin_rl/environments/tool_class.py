@@ -106,7 +106,6 @@ class ToolClass:
         return callable(getattr(self.kind, "get_reward", None))
 
     def make(self) -> Any:
-        """An instance. Raises what its `__init__` raises."""
         return self.kind(**self.arguments)
 
     def check(self) -> None:
@@ -167,7 +166,6 @@ class HasTools(FunctionScored):
     tool_class: ToolClass
 
     def episode(self, example: Example) -> Episode:
-        """A new episode with a new instance of the class. Raises what its `__init__` raises."""
         return ToolEpisode(self.tool_class, example)
 
     def tools_offered(self) -> Sequence[Tool]:

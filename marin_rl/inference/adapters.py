@@ -64,7 +64,6 @@ class BankSizes:
 
 
 def bank_shapes(spec: Spec, sizes: BankSizes, dtype: jnp.dtype, *, masked: bool) -> Bank:
-    """Shapes of the arrays of a bank."""
     kind = LowRank if masked else GatheredLowRank
     shape: Any = partial(jax.ShapeDtypeStruct, dtype=dtype)
 

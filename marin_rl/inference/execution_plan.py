@@ -89,7 +89,6 @@ class ExecutionPlan:
 
     @property
     def block(self) -> int:
-        """Positions of a block of the cache."""
         return block_size(self.context_length, whole=self.whole)
 
     @property

@@ -360,7 +360,6 @@ class DeviceMemory:
         return None if self._fused is None else self._fused[1]
 
     def holds_copy_of(self, policy: Policy) -> bool:
-        """True if the fused weights are there, and this policy's."""
         return self._fused is not None and self._fused[0] is policy.key
 
     def decoder(self, policy: Policy) -> Decoder:

@@ -61,12 +61,10 @@ class SandboxResult:
 
     @property
     def succeeded(self) -> bool:
-        """True for exit status 0 within all limits."""
         return self.limit is None and self.exit_status == 0
 
     @property
     def how(self) -> str:
-        """Description of the end, for people."""
         if self.limit is not None:
             return f"exceeded its limit of {self.limit}"
         status = self.exit_status or 0

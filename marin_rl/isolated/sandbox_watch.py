@@ -159,7 +159,6 @@ def _read(descriptor: int, data: bytearray, bytes_max: int) -> bool:
 
 
 def _processes_of(root: int) -> list[int]:
-    """Return a process and its descendants by their numbers."""
     processes, waiting = [], [root]
     while waiting:
         processes.append(process_id := waiting.pop())
@@ -170,7 +169,6 @@ def _processes_of(root: int) -> list[int]:
 
 
 def _threads(process_id: int) -> int:
-    """Return the number of threads of a process; 0 where it is gone."""
     try:
         return Path(f"/proc/{process_id}/task").stat().st_nlink - 2
     except OSError:

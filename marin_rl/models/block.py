@@ -208,7 +208,6 @@ def _rotated(x: Array, turn: Rotation, heads: int) -> Array:
 
 
 def capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Scores bounded by +- cap."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 

@@ -178,8 +178,6 @@ def _unsupported(path: Path, family: str, found: str, expected: str) -> InputErr
 
 def _gpt2(hf: Any) -> Spec:
     return Spec(
-        family="gpt2",
-        hf="",
         vocabulary=hf.vocab_size,
         context_length=hf.n_positions,
         width=hf.n_embd,
@@ -209,8 +207,6 @@ def _of_llama_kind(hf: Any, scaling: tuple[tuple[str, Any], ...]) -> Spec:
     rope = Rope(theta=float(hf.rope_theta), size=int(size * (partial or 1.0)), scaling=scaling)
     bias = bool(getattr(hf, "attention_bias", False))
     spec = Spec(
-        family="llama",
-        hf="",
         vocabulary=hf.vocab_size,
         context_length=hf.max_position_embeddings,
         width=width,

@@ -60,7 +60,6 @@ class Rope:
 
     @property
     def factor(self) -> float:
-        """Factor of cosines and sines."""
         return self._scaled[1]
 
 
@@ -139,8 +138,8 @@ class Spec:
     exports begin from. Specs are equal where they compute the same.
     """
 
-    family: str = field(compare=False)
-    hf: str = field(compare=False, repr=False)
+    family: str = field(default="", compare=False)
+    hf: str = field(default="", compare=False, repr=False)
     vocabulary: int
     context_length: int = field(compare=False)
     width: int

@@ -58,14 +58,6 @@ class CanarySize:
     tokens: int = 4
     probe: bool = False
 
-    @classmethod
-    def in_flight(cls, room: int, *, probe: bool) -> "CanarySize":
-        """One sample, whose tokens have one order where new weights may come between them.
-
-        `room` is what the context leaves for it.
-        """
-        return cls(samples=1, tokens=min(PROBE_TOKENS, room), probe=probe)
-
 
 CANARY = CanarySize()
 

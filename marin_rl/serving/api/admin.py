@@ -258,8 +258,6 @@ def _update(service: Service, body: UpdateWeightsBody) -> None:
 
 
 def adapter_routes(service: Service) -> list[ApiRoute]:
-    """Return the routes that load and unload adapters."""
-
     def success(body: Any, done: str) -> Response:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' {done} successfully.")
 

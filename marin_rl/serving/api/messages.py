@@ -65,8 +65,8 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_P
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)]
 
 
-def _as_role(role: Any) -> Any:
-    return "system" if role == "developer" else role  # OpenAI's name since its reasoning models
+# "developer" is OpenAI's name of "system" since its reasoning models.
+AnyRole = Annotated[Role, BeforeValidator(lambda role: "system" if role == "developer" else role)]
 
 
 class ChatMessage(Body):
@@ -76,7 +76,7 @@ class ChatMessage(Body):
     empty, or refused.
     """
 
-    role: Annotated[Role, BeforeValidator(_as_role)]
+    role: AnyRole
     content: str | TextParts | None = None
     name: Label | None = None
     tool_calls: ToolCalls | None = None

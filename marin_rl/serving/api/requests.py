@@ -363,7 +363,6 @@ class CompletionBody(SamplingBody):
 
     @cached_property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Every prompt, each as text or ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

@@ -172,8 +172,6 @@ def server_routes(service: Service) -> list[ApiRoute]:
 
 
 def tokenizer_routes(service: Service) -> list[ApiRoute]:
-    """Routes from text to ids, and back."""
-
     def post(path: str, work: Callable[[Service, bytes], Any], **described: Any) -> ApiRoute:
         async def endpoint(request: Request) -> Response:
             data = await read_body(request.scope, request.receive)

@@ -70,7 +70,6 @@ class ApiError(Exception):
         return self.body_of(ChatCompletions)
 
     def body_of(self, api: type[ModelApi]) -> dict[str, Any]:
-        """The error as a model API words it."""
         message = str(self)
         if api is AnthropicMessages and self.too_long is not None:
             # the words by which its clients know that they have to shorten a conversation

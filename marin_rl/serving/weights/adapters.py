@@ -91,7 +91,14 @@ class ServedAdapters:
                 self._check_name(name, in_place=in_place)  # before a large file is read
                 if isinstance(adapter, str):
                     adapter = read_peft(adapter, self._shapes)
-                digest = self._digest(adapter, promised)
+                base = self._engine.policy.parameters_digest
+                digest = policy_digest(base, adapter.modules, adapter.digest)
+                if promised not in (None, digest):
+                    raise StalePolicy(
+                        f"expected the policy with the digest {promised}, found {digest} "
+                        f"(of this adapter over the base {base[:16]}): another adapter than "
+                        "promised, or one that was trained on another base"
+                    )
                 before = self._by_name.get(name)
                 if version is None:
                     parsed = parse_served_model_id(name)
@@ -112,7 +119,7 @@ class ServedAdapters:
         self._telemetry.count("adapter_load_seconds_total", time.monotonic() - started)
         return loaded
 
-    def unload(self, name: str) -> LoadedAdapter:
+    def unload(self, name: str) -> None:
         """Let no further request use an adapter; running requests end on it.
 
         Raises AdapterGone for a name that no adapter has.
@@ -124,11 +131,8 @@ class ServedAdapters:
                 raise AdapterGone(f"no adapter {name!r:.200} is loaded; loaded: {known}")
             # after the name: no new request can come with a number that is gone
             self._engine.adapters.unload(adapter.number)
-            return adapter
 
-    def serve_version(
-        self, model: str, version: int, digest: str, adapter: Adapter
-    ) -> LoadedAdapter:
+    def serve_version(self, model: str, version: int, digest: str, adapter: Adapter) -> None:
         """Serve a version under its own name, which the server's name stands for from then on.
 
         The version that was served before stays, unless its row is this one's: the row follows from
@@ -150,18 +154,6 @@ class ServedAdapters:
             loaded = self.load(name, adapter, version=version, promised=digest, row=row)
         # last: until it is loaded the server's own name stands for the one before
         self.current = loaded
-        return loaded
-
-    def _digest(self, adapter: Adapter, promised: str | None) -> str:
-        base = self._engine.policy.parameters_digest
-        digest = policy_digest(base, adapter.modules, adapter.digest)
-        if promised not in (None, digest):
-            raise StalePolicy(
-                f"expected the policy with the digest {promised}, found {digest} "
-                f"(of this adapter over the base {base[:16]}): another adapter than promised, or "
-                "one that was trained on another base"
-            )
-        return digest
 
     def _check_name(self, name: str, *, in_place: bool) -> None:
         check_adapter_name(name)

@@ -28,6 +28,7 @@ from marin_rl.inference.client.proofs import (
     CANARY,
     CANARY_PROMPT,
     CANARY_SEED,
+    PROBE_TOKENS,
     CanarySize,
     mean_difference,
 )
@@ -45,7 +46,6 @@ from marin_rl.training.logprobs import compile_sequence_logprobs, rounded_up, se
 from marin_rl.training.model import named_parameters, with_parameters
 from marin_rl.types import Canary, Sampling, ServedPolicy
 
-PROMPT = CANARY_PROMPT
 SAMPLING = Sampling(temperature=1.0, max_tokens=CANARY.tokens, seed=CANARY_SEED)
 REHEARSED_TOKENS = 8
 DIGEST_DIGITS = 16
@@ -75,7 +75,7 @@ class Gap:
 
 def canary_ids(tokenizer: PreTrainedTokenizerBase) -> Int32[np.ndarray, " P"]:
     """The prompt of the rehearsal. Raises InputError for a tokenizer that encodes nothing."""
-    ids = np.asarray(tokenizer.encode(PROMPT[0].content), np.int32)
+    ids = np.asarray(tokenizer.encode(CANARY_PROMPT[0].content), np.int32)
     if not len(ids):
         raise InputError("the tokenizer makes no ids of plain text")
     return ids
@@ -158,7 +158,8 @@ def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> Serve
         # A server that is sent its weights may be of an earlier version of marin-rl.
         sent = bool(config.inference.endpoints) and not fleet
         room = config.policy.context_length - len(bridge.prompt(CANARY_PROMPT))
-        size = CanarySize.in_flight(room, probe=not sent)
+        # One sample, whose tokens have one order where new weights come between them.
+        size = CanarySize(samples=1, tokens=min(PROBE_TOKENS, room), probe=not sent)
 
     def before() -> Loaded | None:
         with suppress(MarinRLError):  # only a more telling message is at stake
@@ -253,7 +254,11 @@ def _sampled(
     size: CanarySize,
 ) -> list[ChatAnswer]:
     request = ChatRequest(
-        model=policy.model, messages=PROMPT, n=size.samples, sampling=sampling, probe=size.probe
+        model=policy.model,
+        messages=CANARY_PROMPT,
+        n=size.samples,
+        sampling=sampling,
+        probe=size.probe,
     )
 
     async def ask(endpoint: str) -> ChatAnswer:

@@ -38,7 +38,7 @@ from marin_rl.serving.weights.checkpoint_loader import Served, Source, check_pos
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.model import parameter_shapes
 
-Switched = tuple[int, str, int]  # version, digest, bytes that were read
+NewWeights = tuple[LanguageModel, int, str, int]  # with version, digest, bytes that were read
 
 
 class UpdateRunning(InferenceError):
@@ -126,24 +126,18 @@ class WeightUpdater:
         parameters_digest: str,
         *,
         recompute_kv_cache: bool = False,
-    ) -> Update:
+    ) -> None:
         """Switch to arrays that this process has already: no copy, and no wait for an update.
 
         Raises, and keeps the old weights, as `Engine.swap` does.
         """
-
-        def switch() -> Switched:
-            self._engine.swap(
-                model, weight_version, parameters_digest, recompute_kv_cache=recompute_kv_cache
-            )
-            return weight_version, parameters_digest, 0
-
         # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
-        return self._recorded("memory", str, switch)
+        new = model, weight_version, parameters_digest, 0
+        self._switch("memory", str, lambda: new, recompute_kv_cache)
 
     def load(
         self, source: Source, weight_version: int | None = None, *, recompute_kv_cache: bool = False
-    ) -> Update:
+    ) -> None:
         """Read weights, prove them, and switch to them; errors are raised as they are.
 
         Their version is the one given, else the round they are of, else the next one. Raises
@@ -151,7 +145,7 @@ class WeightUpdater:
         the trainer does with them, and what `Engine.swap` and reading them raise.
         """
 
-        def switch() -> Switched:
+        def read() -> NewWeights:
             loaded = source.read(self._served)
             # The model itself: what `read` could check before was a template without arrays.
             self._served.check_model(loaded.model)
@@ -160,41 +154,42 @@ class WeightUpdater:
             version = loaded.round if weight_version is None else weight_version
             if version is None:
                 version = self._engine.policy.weight_version + 1
-            digest = loaded.parameters_digest
-            self._engine.swap(loaded.model, version, digest, recompute_kv_cache=recompute_kv_cache)
-            return version, digest, loaded.bytes
+            return loaded.model, version, loaded.parameters_digest, loaded.bytes
 
         with one_at_a_time(self._update_lock, "another update of the weights is under way"):
-            return self._recorded(source.kind, source.error_text, switch)
+            self._switch(source.kind, source.error_text, read, recompute_kv_cache)
 
-    def _recorded(
-        self, source: str, error_text: Callable[[Exception], str], switch: Callable[[], Switched]
-    ) -> Update:
+    def _switch(
+        self,
+        source: str,
+        error_text: Callable[[Exception], str],
+        read: Callable[[], NewWeights],
+        recompute_kv_cache: bool,  # noqa: FBT001 - of this class alone
+    ) -> None:
+        """Switch to the weights that `read` gives, and record how that ended."""
         started, failure = time.monotonic(), None
         try:
-            version, digest, size = switch()
+            model, version, digest, size = read()
+            self._engine.swap(model, version, digest, recompute_kv_cache=recompute_kv_cache)
         except Exception as error:  # noqa: BLE001 - recorded, and raised again
             failure, policy = error, self._engine.policy
             version, digest, size = policy.weight_version, policy.parameters_digest, 0
-        seconds, refused = time.monotonic() - started, ""
+        seconds = time.monotonic() - started
         if failure is None:
             self._telemetry.weights_updated(source=source, bytes=size, seconds=seconds)
         else:
-            refused = error_text(failure)
             self._telemetry.count("weight_update_failures_total", 1, source)
-        update = Update(
-            source=source,
-            weight_version=version,
-            parameters_digest=digest,
-            refused=refused,
-            bytes=size,
-            seconds=seconds,
-            ended_at=time.time(),
-        )
         with self._stats_lock:
             self.transfers += failure is None
             self.failures += failure is not None
-            self.last = update
+            self.last = Update(
+                source=source,
+                weight_version=version,
+                parameters_digest=digest,
+                refused="" if failure is None else error_text(failure),
+                bytes=size,
+                seconds=seconds,
+                ended_at=time.time(),
+            )
         if failure is not None:
             raise failure
-        return update
