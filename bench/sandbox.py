@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--leftovers", type=int, metavar="RUNS", help="count what runs leave")
     options = parser.parse_args()
     print_head()
-    print(check_sandbox("bubblewrap"))
+    check_sandbox("bubblewrap")
     if options.leftovers:
         count_leftovers(options.leftovers)
     else:

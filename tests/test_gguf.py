@@ -249,10 +249,8 @@ def test_an_imported_model_has_the_logits_of_transformers(case: str, tmp_path: P
     chat = {"keys": {"tokenizer.chat_template": CHAT_TEMPLATE}}
     import_gguf(written(tmp_path / "m.gguf", case, **chat), tmp_path / "m", "float32")
     spec, weights = read_model(load_hf(tmp_path / "m"))
-    fused = fused_weights(spec, weights, jnp.dtype(jnp.float32))
-    states = jax.jit(partial(decoder.hidden_states, spec))(
-        fused, rotary_table(spec, 64), jnp.asarray(tokens())
-    )
+    fused = fused_weights(spec, weights, jnp.dtype(jnp.float32), rotary_table(spec, 64))
+    states = jax.jit(partial(decoder.hidden_states, spec))(fused, jnp.asarray(tokens()))
     kept = states[:, np.asarray(KEPT)].reshape(-1, spec.width)
     logits = decoder.logits(spec, fused.ends, kept)
     expected = np.asarray(GOLDEN[case]["logits"])

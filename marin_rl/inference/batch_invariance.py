@@ -42,7 +42,7 @@ from marin_rl.inference.programs import (
     decode_chunk,
     extend_slots,
 )
-from marin_rl.inference.weights import Decoder, Rotary
+from marin_rl.inference.weights import Decoder
 from marin_rl.machine import machine_facts
 from marin_rl.models.spec import Spec
 
@@ -215,12 +215,11 @@ class Prover:
         self,
         shapes: Shapes,
         fused: Decoder,
-        rotary: Rotary,
         buckets: Sequence[int],
         put: Callable[[Any], Any],
     ) -> None:
         self._shapes = shapes
-        self._fused, self._rotary, self._put = fused, rotary, put
+        self._fused, self._put = fused, put
         self._buckets = buckets
         self._length = cache_length(shapes.cache)
         self._rng = np.random.default_rng(0)
@@ -373,7 +372,7 @@ class Prover:
         shapes, cache = self._shapes, self._cache()
         rows_S = self._adapter(self._rows(shapes.slots))
         for pieces in packed(extensions, shapes.slots, size, first):
-            cache = extend_slots(shapes.spec, self._fused, self._rotary, cache, pieces, rows_S)
+            cache = extend_slots(shapes.spec, self._fused, cache, pieces, rows_S)
         return cache
 
     def _adapter(self, rows: np.ndarray | None) -> np.ndarray | None:
@@ -423,7 +422,6 @@ class Prover:
         limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
         return decode_chunk(
             self._fused if fused is None else fused,
-            self._rotary,
             self._cache(),
             ChunkInputs(inputs, self._extras, limits),
             spec=shapes.spec,

@@ -32,7 +32,7 @@ from marin_rl.inference.kv_cache import (
 )
 from marin_rl.inference.linear_layers import LayerMatrix, additions
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
-from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary, split_gate_up
+from marin_rl.inference.weights import Decoder, Ends, Layer, split_gate_up
 from marin_rl.models.block import (
     Activation,
     Linears,
@@ -60,7 +60,6 @@ QUERY_TILE = 256
 def decode_step(
     spec: Spec,
     decoder: Decoder,
-    rotary: Rotary,
     cache: Cache,
     tokens_S: Int32[Array, " S"],
     positions_S: Int32[Array, " S"],
@@ -75,7 +74,7 @@ def decode_step(
     that has none.
     """
     step = Step(positions_S, jnp.max(positions_S), shared, adapter_S)
-    x_SD, turns = step_inputs(spec, decoder.ends, rotary, tokens_S, positions_S)
+    x_SD, turns = step_inputs(spec, decoder.ends, tokens_S, positions_S)
     written = []
     layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
     for kind, layer, blocks in layers:
@@ -101,12 +100,10 @@ class Step(NamedTuple):
 Turns = tuple[tuple[Array, Array], ...]
 
 
-def step_inputs(
-    spec: Spec, ends: Ends, rotary: Rotary, tokens_S: Array, positions_S: Array
-) -> tuple[Array, Turns]:
+def step_inputs(spec: Spec, ends: Ends, tokens_S: Array, positions_S: Array) -> tuple[Array, Turns]:
     """Input of a step's first layer, and the rotations of all."""
     x_SD = embedded(spec, tokens_S, ends.embedding, positions_S, ends.positions)
-    return constrain(x_SD, SLOTS), _turns(rotary, positions_S)
+    return constrain(x_SD, SLOTS), _turns(ends, positions_S)
 
 
 def step_layer(
@@ -130,8 +127,8 @@ def step_layer(
     return constrain(x_SD, SLOTS), blocks
 
 
-def _turns(rotary: Rotary, at: Any) -> Turns:
-    return tuple((cos[at], sin[at]) for cos, sin in rotary)
+def _turns(ends: Ends, at: Any) -> Turns:
+    return tuple((cos[at], sin[at]) for cos, sin in ends.rotary)
 
 
 def _queries_keys_values(
@@ -243,7 +240,6 @@ class FusedLinears(Linears):
 def prefill(
     spec: Spec,
     decoder: Decoder,
-    rotary: Rotary,
     cache: Cache,
     tokens_RP: Int32[Array, "R P"],
     rows: Int32[Array, ""],
@@ -273,7 +269,7 @@ def prefill(
         adapter = None
         if adapter_R is not None:
             adapter = jax.lax.dynamic_slice_in_dim(adapter_R, start, tile)
-        _, pairs = _prefill_tile(spec, decoder, rotary, tokens, adapter)
+        _, pairs = _prefill_tile(spec, decoder, tokens, adapter)
         return jax.tree.map(
             lambda rows_R, tile_R: jax.lax.dynamic_update_slice_in_dim(rows_R, tile_R, start, 0),
             buffer,
@@ -300,7 +296,6 @@ class Pieces(NamedTuple):
 def extend(
     spec: Spec,
     decoder: Decoder,
-    rotary: Rotary,
     cache: Cache,
     pieces: Pieces,
     adapter_S: Int32[Array, " S"] | None = None,
@@ -319,7 +314,7 @@ def extend(
         slot_M = jnp.repeat(slot_N, tokens_NT.shape[1])
         adapter_M = None if adapter_S is None else adapter_S[slot_M]
         x_MD = embedded(spec, tokens_NT.reshape(-1), ends.embedding, positions_M, ends.positions)
-        turns = _turns(rotary, positions_M)
+        turns = _turns(ends, positions_M)
         written = []
         layers = zip(spec.kinds, decoder.all_layers(spec), cache, strict=True)
         for index, (kind, layer, blocks) in enumerate(layers):
@@ -347,7 +342,6 @@ def prefill_tile(rows: int, bucket: int) -> int:
 def _prefill_tile(
     spec: Spec,
     decoder: Decoder,
-    rotary: Rotary,
     tokens_RP: Array,
     adapter_R: Array | None,
     *,
@@ -357,7 +351,7 @@ def _prefill_tile(
 
     The states are after the last layer if `last_layer`, else after the one before it.
     """
-    x, turns = prompt_inputs(spec, decoder.ends, rotary, tokens_RP)
+    x, turns = prompt_inputs(spec, decoder.ends, tokens_RP)
     pairs = []
     layers = zip(spec.kinds, decoder.all_layers(spec), strict=True)
     for index, (kind, layer) in enumerate(layers):
@@ -368,11 +362,11 @@ def _prefill_tile(
     return x, tuple(pairs)
 
 
-def prompt_inputs(spec: Spec, ends: Ends, rotary: Rotary, tokens_RP: Array) -> tuple[Array, Turns]:
+def prompt_inputs(spec: Spec, ends: Ends, tokens_RP: Array) -> tuple[Array, Turns]:
     """Input of the first layer for whole prompts, and the rotations of all layers."""
     length = tokens_RP.shape[1]
     x_RPD = embedded(spec, tokens_RP, ends.embedding, jnp.arange(length), ends.positions)
-    return x_RPD, _turns(rotary, slice(length))
+    return x_RPD, _turns(ends, slice(length))
 
 
 def prompt_layer(
@@ -426,12 +420,11 @@ def prompt_products(
 def hidden_states(
     spec: Spec,
     decoder: Decoder,
-    rotary: Rotary,
     tokens_RP: Int32[Array, "R P"],
     adapter_R: Int32[Array, " R"] | None = None,
 ) -> Float[Array, "R P D"]:
     """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
-    return _prefill_tile(spec, decoder, rotary, tokens_RP, adapter_R, last_layer=True)[0]
+    return _prefill_tile(spec, decoder, tokens_RP, adapter_R, last_layer=True)[0]
 
 
 def _attend_causally(

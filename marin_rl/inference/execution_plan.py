@@ -176,13 +176,14 @@ def _prove(
     fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
     if nbytes(weights) <= LANE_WEIGHTS_BYTES_MAX:
         fused = random_weights(jax.eval_shape(fuse, weights), put)
+        fused = fused._replace(ends=fused.ends._replace(rotary=rotary))
     else:  # a second copy would cost too much memory
-        fused = fuse(weights)
+        fused = fuse(weights, rotary=rotary)
 
     def outcome_of(fused: Decoder, *, masked: bool) -> Invariance:
         if plan.bank_sizes.adapters:
             fused = with_bank(fused, random_weights(plan.bank_shapes(masked=masked), put))
-        return Prover(plan.shapes, fused, rotary, plan.buckets, put).prove()
+        return Prover(plan.shapes, fused, plan.buckets, put).prove()
 
     sizes = plan.bank_sizes
     outcome = outcome_of(fused, masked=sizes.masked)

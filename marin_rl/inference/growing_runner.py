@@ -164,7 +164,7 @@ class GrowingRunner(Runner):
         layers = list(self.put(cache))
         program = f"prefill of {bucket} tokens in a cache of {self.positions} positions"
         with self._compiling(program if rows == 1 else f"{rows} times {program}"):
-            self._layers.prefill(fused, self.rotary, layers, tokens_RP)
+            self._layers.prefill(fused, layers, tokens_RP)
         for row, (_, slots) in enumerate(prompts):
             for target in map(self._row_of, slots):
                 put = partial(_with_row, source=np.int32(row), target=np.int32(target))
@@ -193,7 +193,7 @@ class GrowingRunner(Runner):
         where = f"in a cache of {self.positions} positions"
         with self._compiling(f"decoding of {self.rows} at a time {where}"):
             layers = list(self.memory.caches[0])
-            sampled = self._layers.decode(self._decoder(policy), self.rotary, layers, chunk)
+            sampled = self._layers.decode(self._decoder(policy), layers, chunk)
             jax.block_until_ready(sampled)
             self.memory.caches[0] = tuple(layers)
         return self._chunk(sampled, reported=extras.reported)

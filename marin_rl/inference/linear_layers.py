@@ -25,7 +25,7 @@ from haliax.nn import Linear
 from jaxtyping import Array, Float, Int32
 
 from marin_rl.lora.adapter import LoraModule
-from marin_rl.lora.quantization import ABSMAX_BLOCK, FIELDS, NF4_LEVELS, quantized_shapes
+from marin_rl.lora.quantization import FIELDS, dequantized_blocks, quantized_shapes
 from marin_rl.models.module import named_shape
 
 
@@ -82,23 +82,14 @@ def _zero(x: Array) -> Array:
 
 def dequantized(matrix: QuantizedMatrix, layer: Array, dtype: Any) -> Float[Array, "out in"]:
     """The matrix of one layer, computed in float32."""
-
-    def own(array: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
-
-    codes, scales = own(matrix.codes), own(matrix.scales)
-    if matrix.absmax_steps is None:
-        values = codes.astype(jnp.float32)
-    else:
-        # Halves of a block side by side: to interleave what is in a byte takes longer.
-        levels = jnp.asarray(NF4_LEVELS, jnp.float32)
-        values = jnp.concatenate([levels[codes & 15], levels[codes >> 4]], axis=-1)
-        steps = jnp.repeat(own(matrix.absmax_steps), ABSMAX_BLOCK)[: scales.shape[0]]
-        scales = scales.astype(jnp.float32) * steps + own(matrix.absmax_mean)
-        scales = jnp.maximum(scales, 0)
-    flat = (values * scales[:, None]).reshape(-1)
+    arrays = {
+        name: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False)
+        for name in FIELDS
+        if (array := getattr(matrix, name)) is not None
+    }
+    flat = dequantized_blocks(jnp, arrays).reshape(-1)
     # the last block may be padded
-    size = math.prod((matrix.outputs, matrix.inputs))
+    size = matrix.outputs * matrix.inputs
     return flat[:size].reshape(matrix.outputs, matrix.inputs).astype(dtype)
 
 

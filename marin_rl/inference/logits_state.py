@@ -57,13 +57,11 @@ class ExtraRows:
             "mask": Mask(np.zeros(slots, np.bool_), np.zeros((slots, words), np.uint32)),
             "reports": ReportRequest(np.zeros(slots, np.bool_), np.zeros(slots, np.int32)),
         }
-        # before the first request all lanes are alike, so one copy serves them all
-        self._idle = {name: self._copied(0, rows) for name, rows in self._rows.items()}
         # row 0 before any request: the values that `empty` goes back to
         self._blank = {name: [np.array(a[0]) for a in rows] for name, rows in self._rows.items()}
         self._users: dict[str, set[int]] = {name: set() for name in self._rows}
-        self._device_rows: dict[tuple[str, int], Any] = {}
-        self._idle_rows: dict[tuple[str, int], Any] = {}
+        self._device_rows: dict[tuple[str, int], Any] = {}  # by name and lane
+        self._neutral_rows: dict[tuple[str, int], Any] = {}  # by name and number of rows
 
     @property
     def constrained(self) -> bool:
@@ -124,13 +122,16 @@ class ExtraRows:
         return _extras({name: self._rows_of(name, slot_R) for name in self._rows})
 
     def _rows_of(self, name: str, slot_R: Int32[np.ndarray, " R"]) -> Any:
-        if not self._users[name].isdisjoint(slot_R.tolist()):
-            return self._put(jax.tree.map(lambda leaf: leaf[slot_R], self._rows[name]))
-        if (name, len(slot_R)) not in self._idle_rows:
-            rows = [np.repeat(blank[None], len(slot_R), 0) for blank in self._blank[name]]
-            kind = type(self._rows[name])
-            self._idle_rows[name, len(slot_R)] = self._put(kind(*rows))
-        return self._idle_rows[name, len(slot_R)]
+        if self._users[name].isdisjoint(slot_R.tolist()):
+            return self._neutral(name, len(slot_R))
+        return self._put(jax.tree.map(lambda leaf: leaf[slot_R], self._rows[name]))
+
+    def _neutral(self, name: str, count: int) -> Any:
+        """Rows that ask for nothing; those of most requests, which share this one copy."""
+        if (name, count) not in self._neutral_rows:
+            rows = [np.repeat(blank[None], count, 0) for blank in self._blank[name]]
+            self._neutral_rows[name, count] = self._put(type(self._rows[name])(*rows))
+        return self._neutral_rows[name, count]
 
     def _touch(self, name: str, seq_slot: int) -> Any:
         # The copy on the device is stale now; the other lane's is not.
@@ -139,16 +140,13 @@ class ExtraRows:
         return self._rows[name]
 
     def _on_device(self, name: str, lane: int) -> Any:
-        # Most requests use none of these: their lanes share one neutral copy and pay no transfer.
         if not any(self._lanes.of(seq_slot) == lane for seq_slot in self._users[name]):
-            return self._idle[name]
+            return self._neutral(name, self._lanes.size)
         if (name, lane) not in self._device_rows:
-            self._device_rows[name, lane] = self._copied(lane, self._rows[name])
+            # copies: the device's arrays must not see what the host writes later
+            rows = jax.tree.map(np.array, self._lanes.part(lane, self._rows[name]))
+            self._device_rows[name, lane] = self._put(rows)
         return self._device_rows[name, lane]
-
-    def _copied(self, lane: int, rows: Any) -> Any:
-        # copies: the device's arrays must not see what the host writes later
-        return self._put(jax.tree.map(np.array, self._lanes.part(lane, rows)))
 
 
 def _extras(arrays: dict[str, Any]) -> Extras:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from marin_rl.inference import decoder
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX, PromptScores
 from marin_rl.inference.sampling import Drawn
-from marin_rl.inference.weights import Decoder, Rotary
+from marin_rl.inference.weights import Decoder
 from marin_rl.models.spec import Spec
 
 # Entries of the largest tile of a prompt's logits: 16 MB.
@@ -114,7 +114,6 @@ def likeliest(
 @partial(jax.jit, static_argnames="spec")
 def score_tokens(
     fused: Decoder,
-    rotary: Rotary,
     tokens_P: Int32[Array, " P"],
     wants_top: Bool[Array, ""],
     adapter: Int32[Array, "1"] | None = None,
@@ -125,7 +124,7 @@ def score_tokens(
 
     The last position's logprob means nothing; without `wants_top` the others are zeros.
     """
-    hidden_PD = decoder.hidden_states(spec, fused, rotary, tokens_P[None], adapter)[0]
+    hidden_PD = decoder.hidden_states(spec, fused, tokens_P[None], adapter)[0]
     P, V = len(tokens_P), spec.vocabulary
     # A divisor of both: tiles of one shape need no padding and one program.
     T = math.gcd(P, tile_length(V))

@@ -20,7 +20,7 @@ from marin_rl.inference.kv_cache import Blocks, Cache, copy_prompt
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
-from marin_rl.inference.weights import Decoder, Ends, Layer, Rotary
+from marin_rl.inference.weights import Decoder, Ends, Layer
 from marin_rl.models.spec import LayerKind, Spec
 
 # Cost of going back to the host, in steps of all rows. A chunk with samples waiting ends once the
@@ -71,7 +71,6 @@ class State(NamedTuple):
 @partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")
 def decode_chunk(
     fused: Decoder,
-    rotary: Rotary,
     cache: Cache,
     chunk: ChunkInputs,
     *,
@@ -92,7 +91,6 @@ def decode_chunk(
         logits, cache = decoder.decode_step(
             spec,
             fused,
-            rotary,
             cache,
             state.token_S,
             written_at(state),
@@ -196,11 +194,9 @@ class LayerPrograms:
         def begin(inputs: SlotInputs) -> tuple[State, Array]:
             return first_state(inputs, steps, spec.vocabulary), uniforms_of(inputs, steps)
 
-        def inputs(
-            ends: Ends, rotary: Rotary, state: State
-        ) -> tuple[Array, decoder.Turns, decoder.Step]:
+        def inputs(ends: Ends, state: State) -> tuple[Array, decoder.Turns, decoder.Step]:
             positions_S = written_at(state)
-            x_SD, turns = decoder.step_inputs(spec, ends, rotary, state.token_S, positions_S)
+            x_SD, turns = decoder.step_inputs(spec, ends, state.token_S, positions_S)
             return x_SD, turns, decoder.Step(positions_S, jnp.max(positions_S))
 
         def sampled(
@@ -216,9 +212,7 @@ class LayerPrograms:
         self._steps = {run: compiled(partial(_run, decoder.step_layer, spec, run)) for run in kinds}
         self._prompts = {run: compiled(partial(_run, _prompt_layer, spec, run)) for run in kinds}
 
-    def decode(
-        self, fused: Decoder, rotary: Rotary, cache: list[Blocks], chunk: ChunkInputs
-    ) -> SampledChunk:
+    def decode(self, fused: Decoder, cache: list[Blocks], chunk: ChunkInputs) -> SampledChunk:
         """As `decode_chunk`; `cache` has its layers replaced."""
         ends, slots = fused.ends, chunk.slots
         # Committed to a device as later states are, or the first would be a program of its own.
@@ -226,7 +220,7 @@ class LayerPrograms:
         steps = min(int(chunk.limits.steps), int(np.max(slots.remaining_S)))
         more = True
         for _ in range(steps):
-            x_SD, turns, step = self._inputs(ends, rotary, state)
+            x_SD, turns, step = self._inputs(ends, state)
             x_SD = self._through(self._steps, fused, cache, x_SD, turns, step)
             following, after = self._sampled(ends, x_SD, state, uniform_CS, chunk)
             # Read a step late, so that the device never waits for the host: where sequences ended,
@@ -237,14 +231,10 @@ class LayerPrograms:
         return state.sampled
 
     def prefill(
-        self,
-        fused: Decoder,
-        rotary: Rotary,
-        cache: list[Blocks],
-        tokens_RP: Int32[np.ndarray, "R P"],
+        self, fused: Decoder, cache: list[Blocks], tokens_RP: Int32[np.ndarray, "R P"]
     ) -> None:
         """Run prompts into the first rows of the cache, whose layers are replaced."""
-        x_RPD, turns = self._prompt_inputs(fused.ends, rotary, tokens_RP)
+        x_RPD, turns = self._prompt_inputs(fused.ends, tokens_RP)
         self._through(self._prompts, fused, cache, x_RPD, turns)
 
     def _through(

@@ -42,6 +42,7 @@ from marin_rl.inference.programs import (
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import (
     Decoder,
+    Rotary,
     Weights,
     fused_weights,
     read_model,
@@ -94,7 +95,7 @@ class Runner:
         # programs that one thread starts run one after the other
         self._threads = ThreadPoolExecutor(self.plan.lanes.count, "lane") if several else None
         # last: the trials allocate caches too, and may have changed the lanes
-        self.memory = DeviceMemory(self.plan, self._placement)
+        self.memory = DeviceMemory(self.plan, self._placement, self.rotary)
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         return plan
@@ -131,9 +132,7 @@ class Runner:
         """Compile a chunk's program for a lane's cache of these shapes."""
         chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
         with self._placement.active():
-            decode_chunk.lower(
-                self._decoder(policy), self.rotary, cache, chunk, **self._chunk_sizes
-            ).compile()
+            decode_chunk.lower(self._decoder(policy), cache, chunk, **self._chunk_sizes).compile()
 
     def bucket(self, length: int) -> int:
         # few lengths, so few programs: a prompt is padded to the next one
@@ -182,7 +181,6 @@ class Runner:
         self.memory.caches[lane] = prefill_slots(
             self.spec,
             fused,
-            self.rotary,
             self.memory.caches[lane],
             tokens_RP,
             np.int32(len(prompts)),
@@ -211,7 +209,7 @@ class Runner:
             for pieces in packed(own, size, piece):
                 adapters = self.lanes.part(lane, adapter_S)
                 self.memory.caches[lane] = extend_slots(
-                    self.spec, fused, self.rotary, self.memory.caches[lane], pieces, adapters
+                    self.spec, fused, self.memory.caches[lane], pieces, adapters
                 )
             # else the thread would end at once, and the lanes run one by one
             jax.block_until_ready(self.memory.caches[lane])
@@ -249,11 +247,7 @@ class Runner:
             bank, slots = own[lane]
             chunk = ChunkInputs(slots, on_device[lane], limits)
             self.memory.caches[lane], sampled = decode_chunk(
-                with_bank(fused, bank),
-                self.rotary,
-                self.memory.caches[lane],
-                chunk,
-                **self._chunk_sizes,
+                with_bank(fused, bank), self.memory.caches[lane], chunk, **self._chunk_sizes
             )
             # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
@@ -306,7 +300,6 @@ class Runner:
         with self._placement.active():
             scored = score_tokens(
                 self._decoder(policy),
-                self.rotary,
                 tokens_P,
                 # data and not static: prompts with and without the likeliest tokens are one program
                 np.bool_(top > 0),
@@ -331,8 +324,8 @@ class Runner:
 class DeviceMemory:
     """A cache for each lane of a plan, and at most one fused copy of the weights."""
 
-    def __init__(self, plan: ExecutionPlan, placement: Placement) -> None:
-        self._plan, self._placement = plan, placement
+    def __init__(self, plan: ExecutionPlan, placement: Placement, rotary: Rotary) -> None:
+        self._plan, self._placement, self._rotary = plan, placement, rotary
         self._fused: tuple[WeightsKey, Decoder] | None = None
         self.caches: list[Cache] = []
         self.wake()
@@ -355,10 +348,6 @@ class DeviceMemory:
         if caches:
             self.caches = []
 
-    @property
-    def fused(self) -> Decoder | None:
-        return None if self._fused is None else self._fused[1]
-
     def holds_copy_of(self, policy: Policy) -> bool:
         return self._fused is not None and self._fused[0] is policy.key
 
@@ -372,11 +361,9 @@ class DeviceMemory:
             self._fused = None
             # the old copy is gone by now: two at once may not fit
             with self._placement.active():
-                fused = None
-                if self._plan.grows:
-                    fused = weights_in_place(self._plan.spec, policy.weights, self._plan.dtype)
-                if fused is None:
-                    fused = fused_weights(self._plan.spec, policy.weights, self._plan.dtype)
+                sources = self._plan.spec, policy.weights, self._plan.dtype, self._rotary
+                fused = weights_in_place(*sources) if self._plan.grows else None
+                fused = fused_weights(*sources) if fused is None else fused
             self._fused = policy.key, fused
         return self._fused[1]
 

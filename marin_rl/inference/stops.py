@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-# What stands for bytes that are no character (yet). Where it is in a stop string, or in a text, a
-# match in one prefix may be gone from the next, and so every prefix is looked at.
+# What decoders write for bytes that are no character (yet). Where it is in a stop string, or in a
+# text, a match in one prefix may be gone from the next, and so every prefix is looked at.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 # Characters that a window has beyond what a match needs: a character cut at its start may show as

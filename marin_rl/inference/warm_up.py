@@ -113,10 +113,9 @@ def trace_engine(
     """
     spec, weights = read_model(model)
     spec = replace(spec, kinds=spec.kinds[:LAYERS_MAX])
-    fused = fused_weights(spec, weights, dtype)
     cache = empty_cache(spec, SLOTS, context_length, dtype)
     length = cache_length(cache)
-    rotary = rotary_table(spec, length)
+    fused = fused_weights(spec, weights, dtype, rotary_table(spec, length))
     adapter = None
     if bank is not None:
         shapes = bank_shapes(spec, bank, dtype, masked=bank.masked)
@@ -126,12 +125,12 @@ def trace_engine(
         adapter = np.zeros(SLOTS, np.int32)
     tokens_RP, source_S = np.zeros((1, PROMPT_TOKENS), np.int32), np.zeros(SLOTS, np.int32)
     one = None if adapter is None else adapter[:1]
-    cache = prefill_slots(spec, fused, rotary, cache, tokens_RP, np.int32(1), source_S, one)
+    cache = prefill_slots(spec, fused, cache, tokens_RP, np.int32(1), source_S, one)
     (pieces,) = packed([Extension(0, 0, tokens_RP[0, :1])], SLOTS, piece_size(SLOTS))
-    cache = extend_slots(spec, fused, rotary, cache, pieces, adapter)
+    cache = extend_slots(spec, fused, cache, pieces, adapter)
     cache = copy_slots(cache, source_S, source_S, np.int32(1))
     rows = ExtraRows(Lanes(1, SLOTS), length, spec.vocabulary, lambda arrays: arrays)
     batch = RunningBatch(SLOTS, spec.vocabulary, None, rows, has_adapters=bank is not None)
     chunk = ChunkInputs(batch.inputs, rows.on_device(0), Limits(np.int32(1), np.int32(0)))
-    decode_chunk(fused, rotary, cache, chunk, spec=spec, steps=config.chunk_steps)
-    score_tokens(fused, rotary, tokens_RP[0], np.bool_(1), one, spec=spec)
+    decode_chunk(fused, cache, chunk, spec=spec, steps=config.chunk_steps)
+    score_tokens(fused, tokens_RP[0], np.bool_(1), one, spec=spec)

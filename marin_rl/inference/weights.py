@@ -70,12 +70,16 @@ class Layers(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Weights before and after the layers: embedding, final norm, head."""
+    """Weights before and after the layers: embedding, final norm, head.
+
+    Those of a decoder have its rotary table too.
+    """
 
     embedding: Float[Array, "V D"]
     positions: Float[Array, "T D"] | None
     final_norm: Norm
     head: Float[Array, "V D"]
+    rotary: Rotary = ()
 
 
 class Weights(NamedTuple):
@@ -180,10 +184,9 @@ def _rotary_table(positions: Array | np.ndarray, spec: Spec) -> Rotary:
 
 
 def quantized_layers(layers: Layers) -> QuantizedLayers | None:
-    matrices = {name: getattr(layers, name).weight for name in QuantizedLayers._fields}
     if not isinstance(layers.query.weight, QuantizedMatrix):
         return None
-    return QuantizedLayers(**matrices)
+    return QuantizedLayers(*(getattr(layers, name).weight for name in QuantizedLayers._fields))
 
 
 def without_quantized(layers: Layers) -> Layers:
@@ -323,18 +326,20 @@ def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
     return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
 
 
-def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder:
-    """Weights that the programs read at every step; arrays used as they are are not copied."""
+def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype, rotary: Rotary = ()) -> Decoder:
+    """Arrays that the programs read at every step; those used as they are are not copied."""
     ends = weights.ends
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
     if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
         ends = _compiled_ends(weights, dtype=dtype)
     own = without_quantized(weights.layers)
     layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
-    return Decoder(ends, layers, quantized_layers(weights.layers))
+    return Decoder(ends._replace(rotary=rotary), layers, quantized_layers(weights.layers))
 
 
-def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder | None:
+def weights_in_place(
+    spec: Spec, weights: Weights, dtype: jnp.dtype, rotary: Rotary
+) -> Decoder | None:
     """The model's own memory as programs read it: nothing is copied, and nothing compiled.
 
     For one CPU. None where that is not possible: the weights lie quantised, have adapters of their
@@ -354,4 +359,5 @@ def weights_in_place(spec: Spec, weights: Weights, dtype: jnp.dtype) -> Decoder 
     layers = jax.device_put(
         [jax.tree.map(lambda leaf, i=index: leaf[i], host) for index in range(spec.layers)]
     )
-    return Decoder(weights.ends, tuple(layer_of(spec, layer) for layer in layers))
+    ends = weights.ends._replace(rotary=rotary)
+    return Decoder(ends, tuple(layer_of(spec, layer) for layer in layers))

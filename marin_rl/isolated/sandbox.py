@@ -275,10 +275,10 @@ print(nonce + json.dumps(facts))
 
 
 @lru_cache(maxsize=8)
-def check_sandbox(mode: Mode, interpreter: str | None = None) -> str:
+def check_sandbox(mode: Mode, interpreter: str | None = None) -> None:
     """Run a program in a sandbox and compare what it sees with what it may see.
 
-    Returns a line for people. Raises ConfigError that says what to install or to set.
+    Raises ConfigError that says what to install or to set.
     """
     needed = ["bwrap", "prlimit", "setpriv"] if mode == "bubblewrap" else ["prlimit"]
     if missing := [name for name in needed if shutil.which(name) is None]:
@@ -304,16 +304,14 @@ def check_sandbox(mode: Mode, interpreter: str | None = None) -> str:
             "Set environment.options.interpreter to a Python that every user can read, such as "
             f"/usr/bin/python3; {ALTERNATIVE}"
         )
-    facts = json.loads(text.removeprefix(nonce))
     if mode == "rlimits_only":
-        return "programs have limits, and no sandbox"
+        return
+    facts = json.loads(text.removeprefix(nonce))
     if failed := [name for name, holds in _expected(facts, sandbox).items() if not holds]:
         raise ConfigError(
             f"the sandbox does not hold on this machine: {', '.join(failed)}; a program in it "
             f"reports {json.dumps(facts)}. {_hint()}; {ALTERNATIVE}"
         )
-    filtered = "" if sandbox.filters_calls else "; system calls are not filtered on this machine"
-    return f"programs run in bubblewrap, with {sandbox.python}{filtered}"
 
 
 def _expected(facts: Mapping[str, Any], sandbox: Sandbox) -> dict[str, bool]:

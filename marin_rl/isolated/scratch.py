@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "marin-rl-scratch-"
-ENTRY_BYTES = (
-    4096  # that each file, folder or link counts at least: a limit of bytes is one of both
-)
+# What each file, folder or link counts at least: a limit of bytes is one of entries too.
+ENTRY_BYTES = 4096
 
 
 class ScratchFolder:

@@ -77,22 +77,23 @@ def quantized(weight: Float[np.ndarray, "L ..."], scheme: str) -> Arrays:
 
 def dequantized(arrays: Mapping[str, Any], weight: tuple[int, ...]) -> Float32[np.ndarray, "L ..."]:
     """Weights of the shape `weight` that quantised arrays stand for."""
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    values = arrays["codes"].astype(np.float32)
-    if "absmax_steps" in arrays:
-        # The first half of a block is in the low four bits of its bytes, the second in the high.
-        codes = np.concatenate([arrays["codes"] & 15, arrays["codes"] >> 4], axis=-1)
-        values = np.asarray(NF4_LEVELS, np.float32)[codes]
-    scales = arrays["scales"]  # [L, n]
-    if "absmax_steps" in arrays:
-        steps = np.repeat(arrays["absmax_steps"], ABSMAX_BLOCK, axis=1)[:, : scales.shape[1]]
-        absmax = scales.astype(np.float32) * steps + arrays["absmax_mean"][:, None]
-        # A magnitude: rounding may take a small one below zero, which would turn signs around.
-        scales = np.maximum(absmax, np.float32(0))
-    # [L, n * B], padding included.
-    flat = (values * scales[..., None]).reshape(weight[0], -1)
-    # The last block of a layer was filled up with zeros, which are no weights.
-    return flat[:, : math.prod(weight[1:])].reshape(weight)
+    flat = dequantized_blocks(np, {name: np.asarray(array) for name, array in arrays.items()})
+    return flat.reshape(weight[0], -1)[:, : math.prod(weight[1:])].reshape(weight)
+
+
+def dequantized_blocks(xp: Any, arrays: Mapping[str, Any]) -> Any:
+    """Weights `[..., n, B]` of blocks, padding included; `xp` is NumPy, or JAX's."""
+    codes, scales, steps = arrays["codes"], arrays["scales"], arrays.get("absmax_steps")
+    if steps is None:
+        return codes.astype(np.float32) * scales[..., None]
+    # The first half of a block is in the low four bits of its bytes, the second in the high: to
+    # interleave what is in a byte takes longer.
+    levels = xp.asarray(NF4_LEVELS, np.float32)
+    values = xp.concatenate([levels[codes & 15], levels[codes >> 4]], axis=-1)
+    steps = xp.repeat(steps, ABSMAX_BLOCK, axis=-1)[..., : scales.shape[-1]]
+    absmax = scales.astype(np.float32) * steps + arrays["absmax_mean"][..., None]
+    # A magnitude: rounding may take a small one below zero, which would turn signs around.
+    return values * xp.maximum(absmax, np.float32(0))[..., None]
 
 
 def quantize_base(base: Mapping[str, Any], scheme: str) -> dict[str, Any]:

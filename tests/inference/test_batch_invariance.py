@@ -89,7 +89,7 @@ def test_sharing_is_proven_exactly_where_the_products_have_the_same_bits(name):
         runner: Runner = engine._runner
         shapes = replace(runner.plan, can_share=True).shapes
         fused = random_weights(runner._decoder(engine.policy), runner.put)
-        prover = Prover(shapes, fused, runner.rotary, runner.buckets, runner.put)
+        prover = Prover(shapes, fused, runner.buckets, runner.put)
         assert prover.prove().shared is products_alike(engine.spec, shapes.slots)
 
 

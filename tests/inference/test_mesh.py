@@ -129,10 +129,8 @@ def test_only_weights_over_fsdp_are_gathered_and_only_where_they_are_fused():
         sizes, dtype = {"spec": engine.spec}, np.dtype(np.float32)
         with runner._placement.active():
             fuse = compiled_layers.lower(layers=weights.layers, dtype=dtype, **sizes)
-            fused = fused_weights(engine.spec, weights, dtype)
-            chunk = decode_chunk.lower(
-                fused, runner.rotary, runner.memory.caches[0], given, **sizes, steps=4
-            )
+            fused = fused_weights(engine.spec, weights, dtype, runner.rotary)
+            chunk = decode_chunk.lower(fused, runner.memory.caches[0], given, **sizes, steps=4)
         in_fuse, in_chunk = gathers(fuse), gathers(chunk)
     assert in_fuse
     # tokens, logprobs and counts may be gathered in a chunk; weights [.., 32] and the cache never

@@ -94,16 +94,16 @@ def test_adapters_and_quantised_bases_compute_what_merged_weights_do(model, sche
     np.testing.assert_allclose(*scores(policy), expected, atol=3e-4)
     spec, weights = read_model(policy)
     dtype, ids = jnp.dtype(jnp.float32), jnp.asarray(tokens())
-    fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, ids.shape[1])
+    fused = fused_weights(spec, weights, dtype, rotary_table(spec, ids.shape[1]))
 
     @jax.jit
-    def decoded(fused: Any, rotary: Any, ids: jax.Array) -> jax.Array:
-        states = decoder.hidden_states(spec, fused, rotary, ids)
+    def decoded(fused: Any, ids: jax.Array) -> jax.Array:
+        states = decoder.hidden_states(spec, fused, ids)
         logits = decoder.logits(spec, fused.ends, states.reshape(-1, spec.width))
         logprobs = jax.nn.log_softmax(logits).reshape(*ids.shape, -1)[:, :-1]
         return jnp.take_along_axis(logprobs, ids[:, 1:, None], axis=-1)[..., 0]
 
-    found = decoded(fused, rotary, ids)
+    found = decoded(fused, ids)
     np.testing.assert_allclose(found, expected[:, 1:], atol=3e-4)
 
 

@@ -102,20 +102,20 @@ def test_the_trainers_logprobs_and_gradients_are_those_of_transformers(case, mod
 def test_the_engines_logits_are_those_of_transformers(case, model, measured):
     spec, weights = read_model(model)
     dtype, ids = jnp.dtype(jnp.float32), jnp.asarray(tokens())
-    fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, LENGTH)
+    fused = fused_weights(spec, weights, dtype, rotary_table(spec, LENGTH))
     kept = np.asarray(KEPT)
     expected = np.asarray(case["logits"])
 
     @jax.jit
-    def logits_of(fused: Any, rotary: Any, ids: jax.Array) -> jax.Array:
-        states = decoder.hidden_states(spec, fused, rotary, ids)
+    def logits_of(fused: Any, ids: jax.Array) -> jax.Array:
+        states = decoder.hidden_states(spec, fused, ids)
         return decoder.logits(spec, fused.ends, states[:, kept].reshape(-1, spec.width))
 
-    logits = logits_of(fused, rotary, ids)
+    logits = logits_of(fused, ids)
     assert_close(measured, case, "engine", logits.reshape(expected.shape), expected)
     cache, step = empty_cache(spec, 2, LENGTH, dtype), jax.jit(partial(decoder.decode_step, spec))
     for at in range(ids.shape[1]):
-        each, cache = step(fused, rotary, cache, ids[:, at], jnp.full(2, at, jnp.int32))
+        each, cache = step(fused, cache, ids[:, at], jnp.full(2, at, jnp.int32))
         if at in KEPT:
             assert_close(measured, case, "engine", each, expected[:, KEPT.index(at)])
 

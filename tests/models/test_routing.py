@@ -14,7 +14,7 @@ from support.family_folders import golden, tokens
 from marin_rl.inference import decoder
 from marin_rl.inference.decoder import FusedLinears
 from marin_rl.inference.kv_cache import Limits, attend, empty_cache, write
-from marin_rl.inference.weights import Decoder, Rotary, fused_weights, read_model, rotary_table
+from marin_rl.inference.weights import Decoder, fused_weights, read_model, rotary_table
 from marin_rl.models.block import after_attention, after_mlp, normed
 from marin_rl.models.experts import routing_of
 from marin_rl.models.families import described
@@ -54,9 +54,9 @@ def experts_of(spec: Spec, linears: FusedLinears, x: jax.Array) -> jax.Array:
     return jnp.any(jax.nn.one_hot(taken, spec.experts, dtype=bool), axis=-2)
 
 
-def by_prefill(spec: Spec, fused: Decoder, rotary: Rotary, ids: Any) -> tuple[jax.Array, jax.Array]:
+def by_prefill(spec: Spec, fused: Decoder, ids: Any) -> tuple[jax.Array, jax.Array]:
     """Flags [L, B, T, X] by the lines of `decoder.prompt_layer`, and the last states."""
-    x, turns = decoder.prompt_inputs(spec, fused.ends, rotary, ids)
+    x, turns = decoder.prompt_inputs(spec, fused.ends, ids)
     flags = []
     for kind, layer in zip(spec.kinds, fused.all_layers(spec), strict=True):
         linears = FusedLinears(spec, layer)
@@ -71,10 +71,10 @@ def by_prefill(spec: Spec, fused: Decoder, rotary: Rotary, ids: Any) -> tuple[ja
 
 
 def by_decoding(
-    spec: Spec, fused: Decoder, rotary: Rotary, cache: Any, ids: Any, positions: Any
+    spec: Spec, fused: Decoder, cache: Any, ids: Any, positions: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Flags [L, S, X] of a step by the lines of `decoder.step_layer`, logits, and the cache."""
-    x, turns = decoder.step_inputs(spec, fused.ends, rotary, ids, positions)
+    x, turns = decoder.step_inputs(spec, fused.ends, ids, positions)
     flags, written = [], []
     for kind, layer, blocks in zip(spec.kinds, fused.all_layers(spec), cache, strict=True):
         linears = FusedLinears(spec, layer)
@@ -92,10 +92,10 @@ def by_decoding(
 def by_engine(model: LanguageModel, dtype: Any) -> Iterator[np.ndarray]:
     """Flags [L, B, T, X] of a prefill, and of decoding token by token."""
     spec, weights = read_model(model)
-    fused, rotary = fused_weights(spec, weights, dtype), rotary_table(spec, LENGTH)
+    fused = fused_weights(spec, weights, dtype, rotary_table(spec, LENGTH))
     ids = jnp.asarray(tokens())
-    flags, states = jax.jit(partial(by_prefill, spec))(fused, rotary, ids)
-    hidden = jax.jit(partial(decoder.hidden_states, spec))(fused, rotary, ids)
+    flags, states = jax.jit(partial(by_prefill, spec))(fused, ids)
+    hidden = jax.jit(partial(decoder.hidden_states, spec))(fused, ids)
     near = 1e-5 if dtype == jnp.float32 else 0.05  # another program rounds elsewhere
     np.testing.assert_allclose(states, hidden, atol=near * float(jnp.abs(hidden).max()))
     yield np.asarray(flags)
@@ -103,7 +103,7 @@ def by_engine(model: LanguageModel, dtype: Any) -> Iterator[np.ndarray]:
     steps = []
     for at in range(LENGTH):
         where = jnp.full(len(ids), at, jnp.int32)
-        flags, _, cache = step(fused, rotary, cache, ids[:, at], where)
+        flags, _, cache = step(fused, cache, ids[:, at], where)
         steps.append(flags)
     yield np.stack(steps, axis=2)
 

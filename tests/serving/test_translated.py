@@ -17,7 +17,7 @@ from support.templates import CHATML, byte_level_tokenizer
 from marin_rl.inference.client.protocol import CHAT_ROUTE, MESSAGES_ROUTE, RESPONSES_ROUTE
 from marin_rl.model_apis.call import Reasoning
 from marin_rl.serving.server import PolicyServer
-from marin_rl.serving.text.reasoning import ReasoningFormat, ReasoningStream, reasoning_format
+from marin_rl.serving.text.templates import ReasoningFormat, ReasoningStream, reasoning_format
 from marin_rl.tokenizers import character_tokenizer
 
 TOKENIZER = character_tokenizer()

@@ -176,15 +176,14 @@ def engine_peak(layers, scheme):
         model = with_parameters(template, parameters)
         spec, weights = read_model(model)
         cache = empty_cache(spec, 2, 16, jnp.dtype("float32"))
-        rotary = rotary_table(spec, 64)
-        fused = fused_weights(spec, weights, jnp.dtype("float32"))
+        fused = fused_weights(spec, weights, jnp.dtype("float32"), rotary_table(spec, 64))
 
         def body(_, carry):
-            logits, cache = decode_step(spec, fused, rotary, carry[1], carry[0], positions)
+            logits, cache = decode_step(spec, fused, carry[1], carry[0], positions)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
         last = jax.lax.fori_loop(0, tokens[0], body, (tokens, cache))[0]
-        return last, hidden_states(spec, fused, rotary, jnp.tile(last, 8)[None])
+        return last, hidden_states(spec, fused, jnp.tile(last, 8)[None])
 
     ints = jax.ShapeDtypeStruct((2,), jnp.int32)
     return peak(jax.jit(step).lower(structs, ints, ints).compile()), linear_size(base)

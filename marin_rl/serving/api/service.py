@@ -30,8 +30,7 @@ from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import check_limits, overloaded
 from marin_rl.serving.text.constraints import Constraints
 from marin_rl.serving.text.detokenizer import Detokenizer, TextDecoding
-from marin_rl.serving.text.reasoning import ReasoningFormat, reasoning_format
-from marin_rl.serving.text.templates import ChatPrompts
+from marin_rl.serving.text.templates import ChatPrompts, ReasoningFormat, reasoning_format
 from marin_rl.serving.weights.adapters import ServedAdapters
 from marin_rl.serving.weights.weight_updates import WeightUpdater
 from marin_rl.tokenizers import encoder_of, is_direct

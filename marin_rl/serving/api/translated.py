@@ -29,7 +29,7 @@ from marin_rl.serving.api.requests import ChatBody, CountTokensBody, MessagesBod
 from marin_rl.serving.api.response_models import MessageObject, ResponseObject
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import ApiError, Body, parse
-from marin_rl.serving.text.reasoning import ReasoningStream
+from marin_rl.serving.text.templates import ReasoningStream
 from marin_rl.tool_calls import ToolCallStream
 from marin_rl.types import ToolCall
 

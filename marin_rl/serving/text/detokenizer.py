@@ -14,9 +14,7 @@ from functools import partial
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from marin_rl.inference.stops import text_before_stop
-
-UNFINISHED = "\ufffd"  # what decoders write for bytes that are no character (yet)
+from marin_rl.inference.stops import UNFINISHED, text_before_stop
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
