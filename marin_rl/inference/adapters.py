@@ -242,18 +242,13 @@ class AdapterLoads:
     ) -> None:
         self.stats, self.sizes = AdapterStats(), sizes
         self._bank = bank
-        self._changed = changed
-        self._in_use = in_use
+        self._changed, self.in_use = changed, in_use
         self._rows: list[LoadedAdapter | None] = [None] * sizes.adapters
         self._unloaded: set[int] = set()
         self._successors: dict[int, LoadedAdapter] = {}
         self._numbers = 0  # number of the last load; 0 is the base model
         self._writes: list[tuple[LoadedAdapter, Bank, Future[LoadedAdapter]]] = []
         self._closed = False
-
-    @property
-    def in_use(self) -> set[LoadedAdapter]:
-        return self._in_use()
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
@@ -342,7 +337,7 @@ class AdapterLoads:
 
         Raises InputError where every row is taken: nothing is ever evicted.
         """
-        busy, free = self.in_use, list[int]()
+        busy, free = self.in_use(), list[int]()
         for row, one in enumerate(self._rows, start=1):
             replaced = one is not None and one.number in (*self._unloaded, in_place_of)
             # requests that began before the unload still read its row

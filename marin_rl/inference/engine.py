@@ -207,7 +207,7 @@ class Engine:
                     f"the digest {old.parameters_digest[:16]}, found {new[:16]}): wait for their "
                     "end, or give another version"
                 )
-            names = {one.name for one in (*self.adapters.loaded, *self.adapters.in_use)}
+            names = {one.name for one in (*self.adapters.loaded, *self.adapters.in_use())}
             if names and new != old.parameters_digest:
                 raise InputError(
                     f"adapters are loaded on the weights {old.parameters_digest[:16]} "

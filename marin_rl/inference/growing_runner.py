@@ -59,7 +59,7 @@ class GrowingRunner(Runner):
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
         whole = replace(plan, lanes=lanes, can_share=False, grows=True)
-        self._whole, self._compiled = whole, set[str]()
+        self._whole, self.programs = whole, set[str]()  # those that are compiled
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
         self._chunks_too_large = 0
@@ -223,18 +223,14 @@ class GrowingRunner(Runner):
     @contextmanager
     def _compiling(self, program: str) -> Iterator[None]:
         """Announce a program at its first call, by which it is compiled or read from the cache."""
-        if program in self._compiled:
+        if program in self.programs:
             yield
             return
-        number, began = len(self._compiled) + 1, time.monotonic()
+        number, began = len(self.programs) + 1, time.monotonic()
         self.announce(f"compiling program {number}: {program}")
         yield
-        self._compiled.add(program)
+        self.programs.add(program)
         self.announce(f"program {number} is ready after {time.monotonic() - began:.1f} s")
-
-    @property
-    def programs(self) -> Sequence[str]:
-        return sorted(self._compiled)
 
 
 @partial(jax.jit, static_argnames=("size", "length"))

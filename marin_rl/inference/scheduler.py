@@ -34,11 +34,7 @@ class JobQueue:
 
     def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
-        self._waiting = 0
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting
+        self.waiting = 0  # samples
 
     @property
     def head(self) -> Job:
@@ -57,15 +53,13 @@ class JobQueue:
             self._jobs.insert(probes, job)
         else:
             self._jobs.append(job)
-        self._waiting += job.waiting
+        self.waiting += job.waiting
 
     def take(self, samples: int) -> None:
-        """Record that `samples` samples of the head left the queue; the head leaves with its last
-        one.
-        """
+        """Note that so many samples of the head left the queue, which it leaves with its last."""
         job = self._jobs[0]
         job.handed_out += samples
-        self._waiting -= samples
+        self.waiting -= samples
         if job.waiting == 0:
             self._jobs.popleft()
 
@@ -76,7 +70,7 @@ class JobQueue:
         if len(kept) < len(self._jobs):
             self._jobs = deque(kept)
             # counted again: requests may leave from anywhere, with some samples handed out
-            self._waiting = sum(job.waiting for job in kept)
+            self.waiting = sum(job.waiting for job in kept)
 
 
 @dataclass(slots=True, kw_only=True)

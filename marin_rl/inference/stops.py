@@ -50,20 +50,17 @@ class StopStringScanner:
                 # the window first: it is short, and rules out nearly every length
                 if self._has_stop(tokens[self._start : length]) and self._has_stop(tokens[:length]):
                     return length
-        self._move_on(tokens)
+        # the window starts later, once it is much longer than it needs to be
+        keep = self._needed + CONTEXT
+        while len(tokens) - self._start > 2 * keep:
+            if self._settle(tokens, len(tokens) - keep):
+                break
+            # no start among these serves; one further back may
+            keep *= 2
         return None
 
     def _has_stop(self, tokens: list[int]) -> bool:
         return first_stop(self._decode(tokens), self._stop) is not None
-
-    def _move_on(self, tokens: list[int]) -> None:
-        """Start the window later, once it is much longer than it needs to be."""
-        keep = self._needed + CONTEXT
-        while len(tokens) - self._start > 2 * keep:
-            if self._settle(tokens, len(tokens) - keep):
-                return
-            # no start among these serves; one further back may
-            keep *= 2
 
     def _settle(self, tokens: list[int], wanted: int) -> bool:
         """Try starts from `wanted` back to the one CONTEXT before it."""

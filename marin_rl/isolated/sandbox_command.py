@@ -184,34 +184,29 @@ def _links(path: Path) -> dict[str, str]:
     return links
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptors:
-    """Open files: bubblewrap reports to `status`, and reads its filter and the program's files."""
-
-    status: int
-    seccomp: int | None
-    files: Mapping[str, int]
-
-
 def bubblewrap(
     arguments: Sequence[str],
     limits: SandboxLimits,
     interpreter: Interpreter,
-    descriptors: Descriptors,
-    workspace: Path | None = None,
+    workspace: Path | None,
+    *,
+    status: int,
+    seccomp: int | None,
+    files: Mapping[str, int],
 ) -> tuple[list[str], list[str]]:
     """Return bubblewrap's options, and the command line that runs `arguments` with them.
 
-    The options go by a descriptor: a program can read the command line, and they name places of
+    Of open files it reports to `status`, and reads its filter and the program's `files`. The
+    options go by a descriptor: a program can read the command line, and they name places of
     this machine. `workspace` is a folder of it in place of an empty one; `/tmp` is apart from it
     then. Raises InputError where the limits are refused.
     """
     by_root = os.geteuid() == 0
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--"]
     command += [*limits.prefix(), *(_as_own_user() if by_root else []), *arguments]
-    options = ["--hostname", "sandbox", "--json-status-fd", str(descriptors.status)]
-    if descriptors.seccomp is not None:
-        options += ["--seccomp", str(descriptors.seccomp)]
+    options = ["--hostname", "sandbox", "--json-status-fd", str(status)]
+    if seccomp is not None:
+        options += ["--seccomp", str(seccomp)]
     options += _namespaces(by_root)
     options += _system()
     for folder in interpreter.folders:
@@ -223,7 +218,7 @@ def bubblewrap(
         options += ["--perms", "1777", "--size", str(limits.disk_bytes), "--tmpfs", place]
     if workspace is not None:
         options += ["--bind", str(workspace), WORK]
-    for name, descriptor in descriptors.files.items():
+    for name, descriptor in files.items():
         options += ["--perms", "0644", "--file", str(descriptor), f"{WORK}/{name}"]
     if workspace is None:
         options += ["--symlink", WORK, "/tmp"]
@@ -329,10 +324,9 @@ _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SOCKET, _IOCTL = (41, 198), (16, 29)
 
 
-def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """Return the filter for a machine (`platform.machine()`), None for one that is not known."""
-    machine = platform.machine() if machine is None else machine
-    if machine not in _AUDIT:
+def seccomp_filter() -> bytes | None:
+    """Return the filter for this machine, None for one that is not known."""
+    if (machine := platform.machine()) not in _AUDIT:
         return None
     column = list(_AUDIT).index(machine)
     program = [

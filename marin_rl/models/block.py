@@ -175,7 +175,8 @@ def queries_keys_values(
 
 def scaled(spec: Spec, query: Array) -> Array:
     """Queries are scaled and not scores: H numbers of each head instead of one per position."""
-    return query * np.float32(spec.attention_scale).astype(query.dtype)
+    scale = spec.head_size**-0.5 if spec.scale is None else spec.scale
+    return query * np.float32(scale).astype(query.dtype)
 
 
 def _normed_heads(spec: Spec, norm: Norm | None, x: Array, axes: int) -> Array:

@@ -183,10 +183,6 @@ class Spec:
         return self.heads // self.kv_heads
 
     @property
-    def attention_scale(self) -> float:
-        return self.head_size**-0.5 if self.scale is None else self.scale
-
-    @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of all layers, each once."""
         return tuple(dict.fromkeys(kind.rope for kind in self.kinds if kind.rope is not None))

@@ -132,7 +132,7 @@ def test_followers_serve_each_version_by_its_name(followed):
     server.engine.pause()
     request = threading.Thread(target=lambda: answers.append(talk(server, "POST", CHAT, long)[2]))
     request.start()
-    while not server.engine.adapters.in_use:
+    while not server.engine.adapters.in_use():
         request.join(0.01)
         assert request.is_alive(), answers
     server.adapters.unload(served_id(run, 0))

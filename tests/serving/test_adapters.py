@@ -216,7 +216,7 @@ def broken(folder: Path, kind: str) -> None:
     ("kind", "message"),
     [
         ("truncated", "cannot read"),
-        ("header", "expected a header of at most"),
+        ("header", "header too large"),
         ("nan", "not finite"),
         ("missing", "no adapter at"),
         ("nested", "expected at most 200 levels"),

@@ -90,8 +90,12 @@ class Chat(TextDialect[ChatBody]):
 
     def _constraint(self) -> MakeWalker | None:
         """The constraint on the form of the response, or None. ApiError 400 for a wrong one."""
-        body, constraints = self._body, self._service.constraints
-        if not body.must_call:
+        body, constraints, tool_choice = (
+            self._body,
+            self._service.constraints,
+            self._body.tool_choice,
+        )
+        if tool_choice in (None, "none", "auto"):
             return constraints.response_format(body.form)
         if self._form is None or self._form.tagged:
             raise ApiError(
@@ -106,7 +110,6 @@ class Chat(TextDialect[ChatBody]):
                 "response_format: expected none together with a tool_choice that asks for a call",
                 param="response_format",
             )
-        tool_choice = body.tool_choice
         named = None if isinstance(tool_choice, str | None) else tool_choice.function.name
         tools = [tool for tool in self._tools if named in (None, tool["function"]["name"])]
         several = self._calls_max is None and named is None

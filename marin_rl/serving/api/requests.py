@@ -245,10 +245,6 @@ class ChatBody(SamplingBody, WithTools):
         return self.max_tokens or self.max_completion_tokens
 
     @property
-    def must_call(self) -> bool:
-        return self.tool_choice is not None and self.tool_choice not in ("none", "auto")
-
-    @property
     def form(self) -> dict[str, Any] | None:
         if self.response_format is None:
             return None
