@@ -87,10 +87,6 @@ class ProgramTests:
     function: str | None
 
 
-def has_tests(row: Mapping[str, Any]) -> bool:
-    return any(row.get(name) not in (None, "", [], "[]", "{}", "null") for name in COLUMNS)
-
-
 def read_tests(row: Mapping[str, Any]) -> ProgramTests:
     """Return the tests of a row. Raises ValueError saying what was expected."""
     if row.get("input_output"):
@@ -290,8 +286,11 @@ class Code(Problems):
         self._code.check_sandbox()
         super().load_examples()
         prompts = self._loaded
-        scanned = prompts.rows.scan(frozenset(COLUMNS))
-        untested = [index for index, row in enumerate(scanned) if not has_tests(row)]
+        untested = [
+            index
+            for index, row in enumerate(prompts.rows.scan(frozenset(COLUMNS)))
+            if all(row.get(name) in (None, "", [], "[]", "{}", "null") for name in COLUMNS)
+        ]
         if untested and self._code.untested == "refuse":
             raise InputError(
                 f"{prompts.rows.place(untested[0])}: expected tests in one of the columns "

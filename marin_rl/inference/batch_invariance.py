@@ -15,14 +15,15 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from marin_rl.compilation import programs_folder
 from marin_rl.cpu_streams import Lanes
@@ -45,8 +46,6 @@ from marin_rl.inference.programs import (
 from marin_rl.inference.weights import Decoder
 from marin_rl.machine import machine_facts
 from marin_rl.models.spec import Spec
-
-FORMAT = "marin-rl/batch-invariance"
 
 # What is proven, and how: a record of another version is proven again.
 VERSION = 2
@@ -126,16 +125,17 @@ def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance
     place = file or name
     recorded = _known.get(place)
     if recorded is None and file is not None and file.exists():
-        record = _parsed(file)
-        if record is not None and record[0] == facts:
-            recorded = record[1]
+        record = _read(file)
+        if record is not None and record.facts == facts:
+            recorded = record.equal
         else:
             _log.warning("%s is no record of these programs: they are proven again", file)
     if recorded is None:
         started = time.monotonic()
         recorded = prove()
         if file is not None:
-            _write(file, facts, recorded, time.monotonic() - started)
+            seconds = round(time.monotonic() - started, 3)
+            _write(file, _Record(facts=facts, equal=recorded, seconds=seconds))
     _known[place] = recorded
     return recorded
 
@@ -144,8 +144,7 @@ def recorded_proofs() -> list[tuple[Mapping[str, Any], Invariance]]:
     """Proofs that are kept for this machine: facts and shapes, and the outcome."""
     folder = programs_folder()
     files = sorted((folder / "batch-invariance").glob("*.json")) if folder else []
-    records = [_parsed(file) for file in files]
-    return [record for record in records if record is not None]
+    return [(record.facts, record.equal) for record in map(_read, files) if record is not None]
 
 
 def _facts(shapes: Shapes) -> dict[str, Any]:
@@ -169,34 +168,30 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     }
 
 
-def _parsed(file: Path) -> tuple[Mapping[str, Any], Invariance] | None:
-    """The facts and the outcome that a file records, or None where it is not such a record."""
+class _Record(BaseModel):
+    """Outcome of the trials of an engine's programs, and the facts that it depends on."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal["marin-rl/batch-invariance"] = "marin-rl/batch-invariance"
+    facts: dict[str, Any]
+    equal: Invariance
+    seconds: float
+
+
+def _read(file: Path) -> _Record | None:
     try:
-        record = json.loads(file.read_bytes())
-        names = {item.name for item in fields(Invariance)}
-        # records of engines without adapters do not have these
-        absent = {"adapters": False, "few_adapters": False}
-        outcome, facts = absent | record["equal"], record["facts"]
-        valid = record["format"] == FORMAT and isinstance(facts, dict) and set(outcome) == names
-        if valid and all(type(value) is bool for value in outcome.values()):
-            return facts, Invariance(**outcome)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        pass  # whatever is wrong with it, the proof is made again
-    return None
+        return _Record.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):  # whatever is wrong with it, the proof is made again
+        return None
 
 
-def _write(file: Path, facts: Mapping[str, Any], outcome: Invariance, seconds: float) -> None:
+def _write(file: Path, record: _Record) -> None:
     """Readers see the whole record or none."""
-    record = {
-        "format": FORMAT,
-        "facts": facts,
-        "equal": asdict(outcome),
-        "seconds": round(seconds, 3),
-    }
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(record, indent=1, sort_keys=True))
+        temporary.write_text(json.dumps(record.model_dump(), indent=1, sort_keys=True))
         temporary.replace(file)
     except OSError as error:
         _log.warning("%s cannot be written (%s): the next process proves it again", file, error)

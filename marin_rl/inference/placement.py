@@ -30,11 +30,6 @@ class Placement:
     weights: Any
     mesh: Mesh | None = None
 
-    def place_weights(self, weights: Tree) -> Tree:
-        """References to arrays that lie as the first ones did; others are moved there."""
-        # free where they lie so already: arrays of the same run always do
-        return jax.device_put(weights, self.weights)
-
     def place(self, arrays: Tree, *axes: tuple[str, ...]) -> Tree:
         """Place arrays with their leading dimensions spread over `axes`, the others undivided."""
         mesh = self.mesh

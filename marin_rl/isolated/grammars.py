@@ -24,15 +24,11 @@ LIMITS = LLParserLimits(
 SCHEMA, LARK = "schema", "lark"
 
 
-def as_grammar(kind: str, text: str) -> str:
-    if kind == LARK:
-        return text
-    return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-
-
 def matcher_of(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """Compile a form as far as its first mask; the matcher reports errors."""
-    matcher = LLMatcher(tokenizer, as_grammar(kind, text), log_level=0, limits=LIMITS)
+    if kind == SCHEMA:
+        text = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

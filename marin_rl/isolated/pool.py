@@ -63,7 +63,7 @@ class Pool:
             worker.load -= 1
             if not worker.alive and worker in self._workers:
                 self._workers.remove(worker)
-                if worker.is_fit:
+                if not (worker.ready.done() and worker.ready.exception()):  # its work could begin
                     self._workers.append(Worker(self._spec, self._printed))
 
     def ask(

@@ -215,11 +215,6 @@ class Worker:
         """Process id of the supervisor, which is also the process group and session."""
         return self._process.pid
 
-    @property
-    def is_fit(self) -> bool:
-        """False once the work could not begin."""
-        return not (self.ready.done() and self.ready.exception())
-
     def call(self, request: bytes) -> "Future[Any]":
         """Ask for the answer to a request in JSON.
 

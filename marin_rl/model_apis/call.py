@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from marin_rl.environments.episode import Tool, function_tool
-from marin_rl.inference.client.protocol import error_body, message_body
+from marin_rl.inference.client.protocol import message_body
 from marin_rl.tool_calls import arguments_text, no_constant
 from marin_rl.types import Message, ToolCall
 
@@ -124,7 +124,7 @@ class ModelApi(ABC):
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
         kind = ERROR_TYPES.get(status, "invalid_request_error")
-        return error_body(message, type=kind, code=code, param=param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @abstractmethod
     def add(self, piece: Piece) -> list[Event]:

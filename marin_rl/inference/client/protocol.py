@@ -220,12 +220,6 @@ def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> d
     return fields
 
 
-def error_body(
-    message: str, *, type: str, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
-
-
 class ChatClient(ABC):
     """Client of one policy, asked for by the id `model`."""
 
