@@ -177,13 +177,14 @@ def decode(options: argparse.Namespace) -> Iterator[Figures]:
         for whole in (False, True):
             cache = kv_cache.empty_cache(spec, slots, context, dtype, whole=whole)
             rotary = rotary_table(spec, kv_cache.cache_length(cache))
+            turning = fused._replace(ends=fused.ends._replace(rotary=rotary))
             read = held + bytes_of(cache) // 2
 
-            def run(weights: Any, cache: Any, tokens: Any, rotary: Any = rotary) -> Any:
+            def run(weights: Any, cache: Any, tokens: Any) -> Any:
                 def body(number: Any, state: Any) -> Any:
                     cache, tokens = state
                     at = jnp.full(len(tokens), context // 2, jnp.int32) + number
-                    logits, cache = decoder.decode_step(spec, weights, rotary, cache, tokens, at)
+                    logits, cache = decoder.decode_step(spec, weights, cache, tokens, at)
                     return cache, jnp.argmax(logits, -1).astype(jnp.int32)
 
                 return jax.lax.fori_loop(0, steps, body, (cache, tokens))
@@ -192,7 +193,7 @@ def decode(options: argparse.Namespace) -> Iterator[Figures]:
             tokens, times = jnp.zeros(slots, jnp.int32), list[float]()
             for _ in range(4):
                 started = time.perf_counter()
-                cache, tokens = jax.block_until_ready(program(fused, cache, tokens))
+                cache, tokens = jax.block_until_ready(program(turning, cache, tokens))
                 times.append(time.perf_counter() - started)
             step_s = sorted(times[1:])[1] / steps
             del cache

@@ -348,6 +348,10 @@ class DeviceMemory:
         if caches:
             self.caches = []
 
+    @property
+    def fused(self) -> Decoder | None:
+        return None if self._fused is None else self._fused[1]
+
     def holds_copy_of(self, policy: Policy) -> bool:
         return self._fused is not None and self._fused[0] is policy.key
 

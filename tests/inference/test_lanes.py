@@ -134,17 +134,17 @@ def copy_kept_s(monkeypatch: pytest.MonkeyPatch, value: float | int) -> None:
 
 
 def wait_until_the_copy_is_gone(engine: Engine) -> None:
-    wait_until(lambda: engine._runner.memory._fused is None)
+    wait_until(lambda: engine._runner.memory.fused is None)
 
 
 @pytest.mark.slow
 def test_an_idle_engine_holds_no_copy_of_the_weights_for_long(laned, monkeypatch):
     copy_kept_s(monkeypatch, 3600)
     result_of(laned, request_of())
-    copy = laned._runner.memory._fused
+    copy = laned._runner.memory.fused
     assert copy is not None
     result_of(laned, request_of())
-    assert laned._runner.memory._fused is copy  # one after another share it
+    assert laned._runner.memory.fused is copy  # one after another share it
     copy_kept_s(monkeypatch, 0.01)
     result_of(laned, request_of())
     wait_until_the_copy_is_gone(laned)
@@ -156,7 +156,7 @@ def test_the_copys_memory_is_freed_on_request(model, ends, monkeypatch):
     other = tiny_model(seed=1)
     with closing(engine_of(model)) as engine:
         result_of(engine, request_of())
-        assert engine._runner.memory._fused is not None
+        assert engine._runner.memory.fused is not None
         if ends == "swap":
             engine.swap(other, 2, "two")
         else:
