@@ -72,10 +72,6 @@ class RowEnvironment(Environment):
         self.eval_size = 0  # until examples are loaded
 
     def load_examples(self) -> None:
-        """Read and check every row.
-
-        The digest of the files becomes part of the version, so that a changed one is seen.
-        """
         rows = self._open()
         self._prompts = prompts = read_prompts(
             rows, self._columns, self._path, self._eval_fraction, self._left_out
@@ -163,10 +159,6 @@ class RowEnvironment(Environment):
         return replace(learned, answer=answer, tools=tools, trained=trained)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
-        """Refuse a warm start on the first `count` examples if one has no demonstration.
-
-        Raises InputError that names its row and what it has.
-        """
         prompts = self._loaded
         chosen = prompts.of_split["train"]
         order = self._order(len(chosen), seed, 0)[:count]

@@ -109,7 +109,6 @@ class Math(Problems):
         return final if text in ("", example.answer) else f"{text}\n\n{final}"
 
     def extract(self, completion: str) -> str | None:
-        r"""Content of the last \boxed{}; for `answer_in: any` without one, the last line."""
         answer = boxed(completion)
         if answer is None and self._math.answer_in == "any":
             answer = (completion.strip().splitlines() or [""])[-1]

@@ -172,10 +172,6 @@ class Repository(Problems):
         """Tests are run by the episode."""
 
     def episode(self, example: Example) -> Episode:
-        """A new episode in a new checkout.
-
-        Raises RewardFault where the file of rows is another one than that of the example.
-        """
         if example.environment_version != self.version:
             raise RewardFault(
                 f"{self._path} is another file than that of the example: expected "

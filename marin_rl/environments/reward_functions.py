@@ -291,10 +291,6 @@ class FunctionScored(Environment):
         return load(self._functions.extract, "extracting function")(completion)
 
     def load_scorer(self) -> None:
-        """Import the reward functions; the parameters of each say whose convention it follows.
-
-        Raises InputError for one that is missing or does not fit.
-        """
         self._rewards = [
             (entry, RewardFunction(load(entry.function, "reward function"), entry.typed))
             for entry in self._entries

@@ -172,10 +172,7 @@ class HasTools(FunctionScored):
         return self.tool_class.schemas
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """The reward function's score; 0 without one, of an episode that ended before its reward.
-
-        Raises what the function raises.
-        """
+        # without a function: of an episode that ended before its reward
         if self.tool_class.options.reward is None:
             return (RewardComponent(name=self.tool_class.name, value=0.0),)
         return super().score(example, completion)
