@@ -90,11 +90,8 @@ class Chat(TextDialect[ChatBody]):
 
     def _constraint(self) -> MakeWalker | None:
         """The constraint on the form of the response, or None. ApiError 400 for a wrong one."""
-        body, constraints, tool_choice = (
-            self._body,
-            self._service.constraints,
-            self._body.tool_choice,
-        )
+        body, tool_choice = self._body, self._body.tool_choice
+        constraints = self._service.constraints
         if tool_choice in (None, "none", "auto"):
             return constraints.response_format(body.form)
         if self._form is None or self._form.tagged:

@@ -133,7 +133,7 @@ class WeightUpdater:
         """
         # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
         new = model, weight_version, parameters_digest, 0
-        self._switch("memory", str, lambda: new, recompute_kv_cache)
+        self._switch("memory", str, lambda: new, recompute_kv_cache=recompute_kv_cache)
 
     def load(
         self, source: Source, weight_version: int | None = None, *, recompute_kv_cache: bool = False
@@ -157,14 +157,16 @@ class WeightUpdater:
             return loaded.model, version, loaded.parameters_digest, loaded.bytes
 
         with one_at_a_time(self._update_lock, "another update of the weights is under way"):
-            self._switch(source.kind, source.error_text, read, recompute_kv_cache)
+            again = recompute_kv_cache
+            self._switch(source.kind, source.error_text, read, recompute_kv_cache=again)
 
     def _switch(
         self,
         source: str,
         error_text: Callable[[Exception], str],
         read: Callable[[], NewWeights],
-        recompute_kv_cache: bool,  # noqa: FBT001 - of this class alone
+        *,
+        recompute_kv_cache: bool,
     ) -> None:
         """Switch to the weights that `read` gives, and record how that ended."""
         started, failure = time.monotonic(), None
