@@ -104,9 +104,7 @@ class Runner:
         return proven(plan, weights, self.rotary, self.put)
 
     def fit(self, inputs: SlotInputs, begun: Sequence[int], steps: int) -> None:
-        """Make room for the sequences of `inputs`, of which `begun` have nothing in the cache yet,
-        and for `steps` more tokens of each.
-        """
+        """Make room for `steps` more tokens of each sequence; `begun` have no cache yet."""
 
     @property
     def lanes(self) -> Lanes:
