@@ -125,6 +125,7 @@ class _CallForm(NamedTuple):
 
 # The first is the common one. DeepSeek's templates add up texts; GPT-OSS's and some of Qwen's look
 # for words in the content.
+_NO_CONTENT = re.compile(r"\b(None|null)\b")
 _CALL_FORMS = tuple(_CallForm(empty, as_text) for empty in (None, "") for as_text in (False, True))
 
 
@@ -197,7 +198,8 @@ class ChatTemplate:
             (rendering,) = self._rendered([form.of(CALL_PROBE)])
         except TemplateRefusal:
             return False
-        return PROBE_NAME in rendering.text.rpartition(PROBE_QUESTION)[2]
+        before, name, _ = rendering.text.rpartition(PROBE_QUESTION)[2].partition(PROBE_NAME)
+        return bool(name) and _NO_CONTENT.search(before) is None  # GLM 4's writes None as a text
 
     def _rendered(
         self, conversations: Sequence[Conversation], *, spans: bool = False

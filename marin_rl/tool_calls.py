@@ -1,19 +1,21 @@
 """Tool calls: which format a chat template writes them in, and how they are read back.
 
-Owns the four formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list, the tags of
-Qwen3-Coder and Qwen3.5) and the reading of a completion's text, whole or piece by piece. A call
-that is not well-formed stays text. The server and the loop of rollouts both read calls here, so
-they agree on what a call is. Leaves out how tools are put into a prompt (`chat_templates`), how a
-call is forced (the server's `constraints`) and what is done with one (`environments.tool_class`).
+Owns the formats that are known (Hermes and Qwen, Llama 3.1's JSON, Mistral's list, the tags of
+Qwen3-Coder and Qwen3.5, those of GLM 4, DeepSeek V3's names before JSON, LFM2's Python, GPT-OSS's
+channels) and the reading of a completion's text, whole or piece by piece. A call that is not
+well-formed stays text. The server and the loop of rollouts both read calls here, so they agree on
+what a call is. Leaves out how tools are put into a prompt (`chat_templates`), how a call is forced
+(the server's `constraints`) and what is done with one (`environments.tool_class`).
 """
 
+import ast
 import json
 import re
 import secrets
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from marin_rl.chat_templates import CALL_PROBE, PROBE_QUESTION, ChatTemplate
 from marin_rl.errors import TemplateFault, TemplateRefusal
@@ -29,15 +31,20 @@ CALLS_MAX = 128
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
+# What is between the markers of a call: an object of JSON; a list of these; `<function=NAME>` with
+# `<parameter=KEY>` of each argument; a name before `<arg_key>` and `<arg_value>` of each; a list of
+# names before objects of JSON; a list of Python's calls. Of channels, the whole is messages.
+Kind = Literal["json", "listed", "tagged", "pairs", "named", "python", "channels"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """Format of a tool call in a template: `{"name": …, <arguments>: {…}}` between two markers.
+    """Format of tool calls in a template; of JSON, `{"name": …, <arguments>: {…}}`.
 
     `opening` and `closing` are searched for, `before` and `after` are the text around the JSON
     exactly; an empty `opening` means that the whole answer is the call, an empty `closing` that it
-    runs to the end. With `tagged` there is no JSON, but `<function=NAME>` around `<parameter=KEY>`
-    of each argument. `special` says that a marker is a special token: a text that is to be read
-    must then be decoded with special tokens kept.
+    runs to the end. `special` says that a marker is a special token: a text that is to be read must
+    then be decoded with special tokens kept.
     """
 
     opening: str
@@ -45,9 +52,8 @@ class ToolFormat:
     arguments: str
     before: str
     after: str
-    listed: bool = False
+    kind: Kind = "json"
     special: bool = False
-    tagged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +87,8 @@ def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
                 arguments=arguments,
                 before=before.removesuffix("[{") if listed else before,
                 after="" if listed else after,
-                listed=listed,
-                special=before.strip().startswith(special) if before.strip() else False,
-                tagged=kind == "tagged",
+                kind=kind,
+                special=kind == "channels" or before.strip().startswith(special),
             )
     return None
 
@@ -96,16 +101,54 @@ _TAGGED = (
     r"(?P<before><tool_call>\s*)<function=probe_of_format>\s*<parameter=key>\s*value\s*</parameter>"
     r"\s*</function>(?P<after>\s*</tool_call>)"
 )
-_FORMATS = (  # with the key of the arguments, and the kind
+_PAIRS = (
+    r"(?P<before><tool_call>)probe_of_format\s*<arg_key>key</arg_key>\s*<arg_value>value</arg_value>"
+    r"(?P<after>\s*</tool_call>)"
+)
+_DEEPSEEK = (
+    r"(?P<before><\uff5ctool▁calls▁begin\uff5c>)<\uff5ctool▁call▁begin\uff5c>[^{]*probe_of_format[^{]*\{[^}]*\}"
+    r"[^{]*(?P<after><\uff5ctool▁calls▁end\uff5c>)"
+)
+_PYTHON = (
+    r"(?P<before><\|tool_call_start\|>)\[probe_of_format\(key=[\"']value[\"']\)\]"
+    r"(?P<after><\|tool_call_end\|>)"
+)
+_CHANNELS = (
+    r"(?P<before>to=functions\.)probe_of_format<\|channel\|>commentary json<\|message\|>"
+    r'\{"key": "value"\}(?P<after>)'
+)
+_FORMATS: tuple[tuple[re.Pattern[str], str, Kind], ...] = (  # with the key of the arguments
     (re.compile(_HERMES), "arguments", "json"),
     (re.compile(_MISTRAL), "arguments", "listed"),
     (re.compile(_LLAMA), "parameters", "json"),
     (re.compile(_TAGGED), "arguments", "tagged"),
+    (re.compile(_PAIRS), "arguments", "pairs"),
+    (re.compile(_DEEPSEEK), "arguments", "named"),
+    (re.compile(_PYTHON), "arguments", "python"),
+    (re.compile(_CHANNELS), "arguments", "channels"),
 )
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
+_NAME = r"[\w.-]+"
+_PAIR = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL
+)
+# Of DeepSeek V3, and of V3.1, which has neither the word nor the fence.
+_NAMED = re.compile(
+    rf"\s*<\uff5ctool▁call▁begin\uff5c>(?:function<\uff5ctool▁sep\uff5c>)?({_NAME})(?:<\uff5ctool▁sep\uff5c>|\s*```json\s)"
+    r"(.*?)(?:\s```)?<\uff5ctool▁call▁end\uff5c>",
+    re.DOTALL,
+)
+# A message of channels: its header and its text.
+_MESSAGE = re.compile(
+    r"(?:<\|start\|>assistant)?([^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>(.*?)"
+    r"(?:<\|(?:end|call|return)\|>|$)",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(rf"\bto=functions\.({_NAME})")
 # As some templates write them, where JSON has other words.
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def new_call_id() -> str:
@@ -174,6 +217,8 @@ class ToolCallStream:
         """Take in more text; returns what is certain now, in order."""
         self._buffer += text
         out: list[str | ToolCall] = []
+        if self._form.kind == "channels":  # read at the end: a header says what a text is
+            return out
         while self._closed(out) if self._inside else self._opened(out):
             pass
         return out
@@ -185,6 +230,8 @@ class ToolCallStream:
             self._cut(self._first_closing(), out)
             out += self.feed("")
         buffer, self._buffer = self._buffer, ""
+        if self._form.kind == "channels":
+            return self._of_channels(buffer)
         if self._inside:
             self._inside = False
             calls = [] if self._form.closing else self._calls(buffer)
@@ -192,6 +239,27 @@ class ToolCallStream:
                 return [*out, *calls]
             buffer = self._gap + buffer
         return out if not buffer or (self.calls and buffer.isspace()) else [*out, buffer]
+
+    def _of_channels(self, text: str) -> list[str | ToolCall]:
+        """Calls, and texts that are no analysis; all as it is where that is not well-formed."""
+        out, at = list[str | ToolCall](), 0
+        while message := _MESSAGE.match(text, at):
+            header, body = message.groups()
+            if (recipient := _RECIPIENT.search(header)) is not None:
+                values = _values(body, listed=False)
+                named = {"name": recipient[1], "arguments": values[0] if len(values) == 1 else None}
+                call = self._call(named)
+                if call is None or self.calls == CALLS_MAX:
+                    break
+                out.append(call)
+                self.calls += 1
+            elif body and "analysis" not in header:
+                out.append(body)
+            at = message.end()
+        if text[at:].strip():
+            self.calls = 0
+            return [text]
+        return out
 
     def _opened(self, out: list[str | ToolCall]) -> bool:
         """Emit text up to the opening tag of a call; return True if there is one."""
@@ -230,7 +298,7 @@ class ToolCallStream:
             return False
         while (at := self._buffer.find(closing, max(self._looked, len(opening)))) >= 0:
             end = at + len(closing)
-            if self._form.tagged and not self._buffer[:at].rstrip().endswith(_END_OF_FUNCTION):
+            if self._in_value(self._buffer[len(opening) : at]):
                 self._looked = end
                 continue
             try:
@@ -244,6 +312,13 @@ class ToolCallStream:
             self._cut(end, out)
             return True
         return False
+
+    def _in_value(self, inner: str) -> bool:
+        """True if a call without JSON goes on, with a value that the closing marker is in."""
+        if self._form.kind == "pairs":
+            return inner.count("<arg_value>") > inner.count("</arg_value>")
+        ends = {"tagged": _END_OF_FUNCTION, "python": ")]"}.get(self._form.kind, "")
+        return not inner.rstrip().endswith(ends)
 
     def _cut(self, end: int, out: list[str | ToolCall]) -> None:
         """Emit the calls that end at `end`, else plain text up to the first closing tag."""
@@ -261,7 +336,7 @@ class ToolCallStream:
     def _calls(self, span: str) -> list[ToolCall]:
         form = self._form
         inner = span.removeprefix(form.opening).removesuffix(form.closing)
-        values = self._tagged(inner) if form.tagged else _values(inner, listed=form.listed)
+        values = self._read(inner)
         parsed = [self._call(value) for value in values]
         calls = [call for call in parsed if call is not None]
         if len(calls) != len(parsed) or self.calls + len(calls) > CALLS_MAX:
@@ -285,6 +360,35 @@ class ToolCallStream:
             return None
         return ToolCall(id=self._new_id(), name=name, arguments=text)
 
+    def _read(self, inner: str) -> list[Any]:
+        """The calls of a text between markers, as of JSON; [] if they are none."""
+        match self._form.kind:
+            case "tagged":
+                return self._tagged(inner)
+            case "pairs":
+                return self._pairs(inner)
+            case "named":
+                return _named(inner)
+            case "python":
+                return _python_calls(inner)
+            case kind:
+                return _values(inner, listed=kind == "listed")
+
+    def _pairs(self, text: str) -> list[dict[str, Any]]:
+        """The call of a name and pairs of tags; [] if they write none."""
+        name = re.match(rf"\s*({_NAME})\s*", text)
+        if name is None:
+            return []
+        known, arguments = self._tools.get(name[1], {}).get("properties", {}), dict[str, Any]()
+        at, text = name.end(), text.rstrip()
+        while at < len(text):
+            pair = _PAIR.match(text, at)
+            if pair is None:
+                return []
+            arguments[pair[1]] = _typed(pair[2], known.get(pair[1], {}))
+            at = pair.end()
+        return [{"name": name[1], "arguments": arguments}]
+
     def _tagged(self, text: str) -> list[dict[str, Any]]:
         """The call that tags write; [] if they write none."""
         text = text.strip()
@@ -304,6 +408,54 @@ class ToolCallStream:
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, known.get(key, {}))
         return [{"name": name, "arguments": arguments}]
+
+
+def _named(text: str) -> list[dict[str, Any]]:
+    """Calls of a name and an object of JSON each; [] if they are none."""
+    calls, at = list[dict[str, Any]](), 0
+    while match := _NAMED.match(text, at):
+        values = _values(match[2], listed=False)
+        if len(values) != 1:
+            return []
+        calls.append({"name": match[1], "arguments": values[0]})
+        at = match.end()
+    return [] if text[at:].strip() else calls
+
+
+def _python_calls(text: str) -> list[dict[str, Any]]:
+    """Calls of a list in Python, with values by name; [] if they are none."""
+    try:
+        listed = ast.parse(text.strip(), mode="eval").body
+        calls = [_python_call(node) for node in getattr(listed, "elts", ())]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return calls if isinstance(listed, ast.List) else []
+
+
+def _python_call(node: ast.AST) -> dict[str, Any]:
+    match node:
+        case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[], keywords=keywords):
+            arguments = {each.arg: _python_value(each.value) for each in keywords if each.arg}
+            if len(arguments) == len(keywords):
+                return {"name": ast.unparse(function), "arguments": arguments}
+    raise ValueError("expected a call by names")
+
+
+def _python_value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.Name(id=word) if word in _JSON_WORDS:
+            return _JSON_WORDS[word]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_python_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(names) == len(keys) and all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_python_value, values), strict=True))
+    raise ValueError("expected what JSON can write")
 
 
 def arguments_text(arguments: Mapping[str, Any], *, sort_keys: bool = False) -> str:

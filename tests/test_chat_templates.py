@@ -246,11 +246,11 @@ EACH_CALL = "{% for call in m.tool_calls or [] %}"
             + "{{ call.function | tojson }}{% endfor %}",
             '{"name": "weather", "arguments": {"city": "Zürich"}}',
         ),
-        # A template that writes both is given what it was always given.
+        # As GLM 4's, which writes what no content is as a text; arguments are given as ever.
         (
             "{{ m.content }}" + EACH_CALL + "{{ call.function.arguments | items | list }}"
             "{{ call.function.name }}{% endfor %}",
-            "None[('city', 'Zürich')]weather",
+            "[('city', 'Zürich')]weather",
         ),
     ],
 )

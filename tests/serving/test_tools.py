@@ -59,10 +59,28 @@ LIST = ToolFormat(
     arguments="arguments",
     before="[TOOL_CALLS] ",
     after="",
-    listed=True,
+    kind="listed",
     special=True,
 )
-TAGS = replace(HERMES, tagged=True)
+TAGS = replace(HERMES, kind="tagged")
+PAIRS = replace(HERMES, before="<tool_call>", kind="pairs")
+DEEPSEEK = replace(
+    TAGS,
+    opening="<\uff5ctool▁calls▁begin\uff5c>",
+    closing="<\uff5ctool▁calls▁end\uff5c>",
+    before="<\uff5ctool▁calls▁begin\uff5c>",
+    after="<\uff5ctool▁calls▁end\uff5c>",
+    kind="named",
+)
+LFM2 = replace(
+    TAGS,
+    opening="<|tool_call_start|>",
+    closing="<|tool_call_end|>",
+    before="<|tool_call_start|>",
+    after="<|tool_call_end|>",
+    kind="python",
+)
+GPT_OSS = replace(LIST, opening="to=functions.", before="to=functions.", kind="channels")
 # As Qwen3-Coder's, without instructions.
 TAGGED = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
 {%- for message in messages %}
@@ -77,8 +95,44 @@ TAGGED = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}"""
-TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL, "tagged": TAGGED}
-FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": LIST, "tagged": TAGS}
+# The calls of other families, as their templates write them.
+CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}
+    {{- '<|' ~ message.role ~ '|>' ~ message.content }}
+    {%- for call in message.tool_calls or [] %}{% set f = call.function %}CALL{% endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}"""
+GLM4 = """
+        {{- '\\n<tool_call>' + f.name }}
+        {%- for key, value in f.arguments | items %}
+            {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+            {{- (value if value is string else value | tojson) + '</arg_value>' }}
+        {%- endfor %}
+        {{- '\\n</tool_call>' }}"""
+DEEPSEEK_V3 = """
+        {{- '<|tool▁calls▁begin|>' if loop.first }}
+        {{- '<|tool▁call▁begin|>function<|tool▁sep|>' + f.name + '\\n```json\\n' + f.arguments }}
+        {{- '\\n```<|tool▁call▁end|>' }}
+        {{- '<|tool▁calls▁end|>' if loop.last }}""".replace("<|tool", "<\uff5ctool").replace(
+    "|>", "\uff5c>"
+)
+LFM2_5 = """
+        {{- '<|tool_call_start|>[' + f.name + '(' }}
+        {%- for key, value in f.arguments | items %}
+            {{- (', ' if not loop.first else '') + key + '=' + value | tojson }}
+        {%- endfor %}
+        {{- ')]<|tool_call_end|>' }}"""
+OSS = """
+        {{- '<|start|>assistant to=functions.' + f.name + '<|channel|>commentary json<|message|>' }}
+        {{- f.arguments | tojson + '<|call|>' }}"""
+TEMPLATES = {"hermes": QWEN, "llama": LLAMA3, "mistral": MISTRAL, "tagged": TAGGED} | {
+    name: CALLS.replace("CALL", call)
+    for name, call in {"glm": GLM4, "deepseek": DEEPSEEK_V3, "lfm2": LFM2_5, "oss": OSS}.items()
+}
+FORMATS = {
+    "hermes": HERMES, "llama": LLAMA, "mistral": LIST, "tagged": TAGS, "glm": PAIRS,
+    "deepseek": DEEPSEEK, "lfm2": LFM2, "oss": GPT_OSS,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -126,7 +180,92 @@ VALUES = {"city": "12", "days": 2, "units": ["a"], "far": {"k": None}, "ok": Tru
 FIVE = tagged_text("weather", VALUES)
 MARKED = {"html": "</tool_call> and </tool_call>"}
 THREE = call_text("weather", MARKED)
+EACH = {"city": 'Zürich "x"', "days": 2, "l": ["a", {"b": None}], "ok": True}
+BOTH = [("weather", EACH), ("time", {})]
+OSLO = [("weather", {"city": "Oslo"})]
+JSON_OF_EACH = json.dumps(EACH, ensure_ascii=False)
+
+
+def deepseek(text: str) -> str:
+    """Names of DeepSeek's marks in brackets, as they are in its texts."""
+    return text.replace("[", "<\uff5ctool▁").replace("]", "\uff5c>")
+
+
+# What the templates of these families write.
+PUBLISHED = [
+    (
+        PAIRS,
+        '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich "x"</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n<arg_key>l</arg_key>\n<arg_value>"
+        '["a", {"b": null}]</arg_value>\n<arg_key>ok</arg_key>\n<arg_value>true</arg_value>\n'
+        "</tool_call>\n<tool_call>time\n</tool_call>",
+        None,
+        BOTH,
+    ),
+    (
+        PAIRS,
+        "So. <tool_call>weather<arg_key>city</arg_key><arg_value>a</tool_call></arg_value>"
+        "</tool_call>",
+        "So.",
+        [("weather", {"city": "a</tool_call>"})],
+    ),
+    (PAIRS, "<tool_call>not a call</tool_call>", ..., []),
+    (PAIRS, "<tool_call>time\n<arg_key>a</arg_key></tool_call>", ..., []),
+    (
+        DEEPSEEK,
+        deepseek("[calls▁begin][call▁begin]function[sep]weather\n```json\n")
+        + JSON_OF_EACH
+        + deepseek("\n```[call▁end]\n[call▁begin]function[sep]time\n```json\n{}\n```")
+        + deepseek("[call▁end][calls▁end]"),
+        None,
+        BOTH,
+    ),
+    (  # V3.1
+        DEEPSEEK,
+        deepseek('Yes.[calls▁begin][call▁begin]weather[sep]{"city": "Oslo"}[call▁end][calls▁end]'),
+        "Yes.",
+        OSLO,
+    ),
+    (DEEPSEEK, deepseek("[calls▁begin][call▁begin]time[sep]{x}[call▁end][calls▁end]"), ..., []),
+    (DEEPSEEK, deepseek("[calls▁begin]time[calls▁end]"), ..., []),
+    *(
+        (
+            LFM2,
+            f"<|tool_call_start|>[weather(city='Zürich \"x\"', days=2, l={listed}, ok=True), "
+            "time()]<|tool_call_end|>",
+            None,
+            BOTH,
+        )
+        for listed in ("['a', {'b': None}]", '["a", {"b": null}]')
+    ),
+    (LFM2, "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>", ..., []),
+    (LFM2, "<|tool_call_start|>[weather(city=open('x'))]<|tool_call_end|>", ..., []),
+    (LFM2, "<|tool_call_start|>" + "(" * 500 + ")]<|tool_call_end|>", ..., []),
+    (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>1 < 2.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}<|call|>',
+        None,
+        OSLO,
+    ),
+    (
+        GPT_OSS,
+        ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}',
+        None,
+        OSLO,
+    ),
+    (
+        GPT_OSS,
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>"
+        "1 < 2.",
+        "1 < 2.",
+        [],
+    ),
+    (GPT_OSS, "<|channel|>commentary to=functions.time<|message|>{", ..., []),
+    (GPT_OSS, "no channel", ..., []),
+]
 READ = [
+    *PUBLISHED,
     (HERMES, "Hello  there ", "Hello  there ", []),
     (HERMES, "", "", []),
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", None, [("weather", CITY)]),
@@ -282,11 +421,7 @@ def test_half_a_character_in_a_calls_arguments_stays_as_it_was_spelled():
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_that_was_read_can_be_sent_back(name):
-    form = FORMATS[name]
-    text = form.before + call_text("weather", CITY, form.arguments) + form.after
-    if form.tagged:
-        text = form.before + tagged_text("weather", CITY) + form.after
-    (call,) = parse_tool_calls(form, f"[TOOL_CALLS] [{ONE}]" if form.listed else text, NAMES).calls
+    (call,) = parse_tool_calls(FORMATS[name], written(name), NAMES).calls
     answer = {"role": "assistant", "content": None, "tool_calls": [call_body(call)]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     TOKENIZER.chat_template = TEMPLATES[name]
@@ -303,6 +438,7 @@ def test_calls_beyond_the_limit_stay_text():
 MARKS = (
     "<|im_start|>assistant",
     "<think></think>",
+    "<|assistant|>",
     "<|start_header_id|>assistant<|end_header_id|>",
     "<|im_end|>",
     "<|eot_id|>",
@@ -310,15 +446,19 @@ MARKS = (
 )
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_calls_that_a_template_writes_are_read_back(name):
+def written(name: str) -> str:
+    """What the template writes of a call, after its marks of a message."""
     TOKENIZER.chat_template = TEMPLATES[name]
     asked = ChatPrompts(TOKENIZER).text(CALLING[:1], opening=False)
-    text = ChatPrompts(TOKENIZER).text(CALLING[:2], opening=False)
-    written = text.removeprefix(asked)
+    text = ChatPrompts(TOKENIZER).text(CALLING[:2], opening=False).removeprefix(asked)
     for mark in MARKS:
-        written = written.replace(mark, "")
-    content, calls = told(parse_tool_calls(FORMATS[name], written.strip(), NAMES))
+        text = text.replace(mark, "")
+    return text.strip()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_that_a_template_writes_are_read_back(name):
+    content, calls = told(parse_tool_calls(FORMATS[name], written(name), NAMES))
     assert content is None
     assert calls == [("weather", {"city": "Zürich", "days": 2})]
 
@@ -356,7 +496,7 @@ def forced(form: ToolFormat, tools: list[Any], *, several: bool = False) -> Make
     return constraints.grammar(grammar, param="tools")
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral"])  # JSON is what is forced
+@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "tagged", "glm"])
 @pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
 def test_a_forced_answer_is_nothing_but_calls_of_the_tools(name, several):
     chance = random.Random(printed_seed())

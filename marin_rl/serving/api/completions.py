@@ -33,7 +33,7 @@ from marin_rl.serving.api.requests import ChatBody, ChatTokensBody, CompletionBo
 from marin_rl.serving.api.response_models import ChatCompletion, TextCompletion
 from marin_rl.serving.api.service import Prompt, Service
 from marin_rl.serving.http.errors import ApiError
-from marin_rl.serving.text.constraints import MakeWalker, forced_calls_grammar
+from marin_rl.serving.text.constraints import FORCED_KINDS, MakeWalker, forced_calls_grammar
 from marin_rl.serving.text.detokenizer import IncrementalDetokenizer, Offsets
 from marin_rl.tool_calls import ParsedAnswer, ToolCallStream, parameters_of, parse_tool_calls
 from marin_rl.types import ToolCall
@@ -94,7 +94,7 @@ class Chat(TextDialect[ChatBody]):
         constraints = self._service.constraints
         if tool_choice in (None, "none", "auto"):
             return constraints.response_format(body.form)
-        if self._form is None or self._form.tagged:
+        if self._form is None or self._form.kind not in FORCED_KINDS:
             raise ApiError(
                 400,
                 "tool_choice: the chat template of this model defines no form of calls that could "

@@ -9,7 +9,7 @@ the formats of calls and how they are read back (`marin_rl.tool_calls`).
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,6 +43,9 @@ _HARD_WORDS = (
     "multipleOf", "attern", "format", "$ref", "allOf", "oneOf", "Length", "Items", "Properties",
     "x-guidance", "%regex",
 )  # fmt: skip
+
+# Kinds of calls that can be forced.
+FORCED_KINDS = ("json", "listed", "tagged", "pairs")
 
 _trials = Pool(WorkerSpec(module="marin_rl.isolated.grammars", limits=LIMITS), TRIALS_MAX)
 
@@ -273,15 +276,52 @@ def forced_calls_grammar(
 
     `several` allows more than one call where the format has room for it.
     """
+    before, after = _literal(form.before, form, tokenizer), _literal(form.after, form, tokenizer)
+    more = ' ("\\n" call)*' if several and form.closing else ""
+    if form.kind in ("tagged", "pairs"):
+        names = [f"tool_{number}" for number in range(len(tools))]
+        rules = [
+            rule
+            for n, t in zip(names, tools, strict=True)
+            for rule in _tags(form, t["function"], n)
+        ]
+        calls = [f"call: {before} ({' | '.join(names)}) {after}", *rules]
+        return "\n".join([f"start: call{more}", *calls, ""])
     call: dict[str, Any] = {"anyOf": [_call_schema(form, tool["function"]) for tool in tools]}
-    if form.listed:
+    if form.kind == "listed":
         most = CALLS_MAX if several else 1
         call = {"type": "array", "items": call, "minItems": 1, "maxItems": most}
     call["x-guidance"] = JSON_OPTIONS
-    body = f"%json {json.dumps(call)}"
-    before, after = _literal(form.before, form, tokenizer), _literal(form.after, form, tokenizer)
-    more = ' ("\\n" call)*' if several and form.closing else ""
-    return f"start: call{more}\ncall: {before} {body} {after}\n"
+    return f"start: call{more}\ncall: {before} %json {json.dumps(call)} {after}\n"
+
+
+def _tags(form: ToolFormat, function: Mapping[str, Any], rule: str) -> Iterator[str]:
+    """Rules of a call that is written as tags: arguments in the order of the schema."""
+    schema, tagged = function.get("parameters") or {}, form.kind == "tagged"
+    opening = f"<function={function['name']}>\n" if tagged else function["name"]
+    ends = ("\n</parameter>\n", "</function>") if tagged else ("</arg_value>", "")
+    parts = [json.dumps(opening)]
+    for number, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        name, required = f"{rule}_{number}", key in schema.get("required", ())
+        pair = f"<parameter={key}>\n" if tagged else f"\n<arg_key>{key}</arg_key>\n<arg_value>"
+        parts.append(name if required else f"{name}?")
+        text, end = json.dumps(pair), json.dumps(ends[0])
+        if choices := _texts(value):
+            yield f"{name}: {text} ({' | '.join(map(json.dumps, choices))}) {end}"
+        elif isinstance(value, Mapping) and value.get("type") == "string":
+            yield f"{name}: {text} {name}_text"
+            least, most = value.get("minLength", 0), value.get("maxLength", "")
+            yield f"{name}_text[suffix={end}]: /(?s:.{{{least},{most}}})/"
+        else:
+            own = {**value, "x-guidance": JSON_OPTIONS} if isinstance(value, Mapping) else value
+            yield f"{name}: {text} %json {json.dumps(own)} {end}"
+    yield f"{rule}: {' '.join(parts)} {json.dumps(ends[1]) if ends[1] else ''}"
+
+
+def _texts(schema: Any) -> list[str]:
+    """The texts of an enumeration of texts; [] for other schemas."""
+    choices = schema.get("enum", []) if isinstance(schema, Mapping) else []
+    return choices if all(isinstance(choice, str) for choice in choices) else []
 
 
 def _call_schema(form: ToolFormat, function: Mapping[str, Any]) -> dict[str, Any]:
