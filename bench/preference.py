@@ -112,6 +112,7 @@ def ours(options: argparse.Namespace) -> None:
     from marin_rl.compilation import prepare_for_training
     from marin_rl.config import parse_config
     from marin_rl.progress import listening
+    from marin_rl.rollouts.pinned import as_begun
     from marin_rl.storage.runs import Run
     from marin_rl.tokenizers import tokenizer_for
     from marin_rl.training.pair_phase import PreferenceTraining
@@ -120,7 +121,7 @@ def ours(options: argparse.Namespace) -> None:
     steps = len(file.read_text().splitlines()) // options.step
     preference = {
         "pairs": str(file), "held_out_fraction": 0.0, "steps": steps, "steps_per_checkpoint": steps,
-        "pairs_per_step": options.step, "microbatch_pairs": options.step, "schedule": "constant",
+        "pairs_per_step": options.step, "schedule": "constant",
     }  # fmt: skip
     most = json.loads((options.model / "config.json").read_text())["max_position_embeddings"]
     policy = {"init": "hf", "hf_path": model, "tokenizer": model, "context_length": min(512, most)}
@@ -128,7 +129,8 @@ def ours(options: argparse.Namespace) -> None:
     config = parse_config(tree)
     prepare_for_training()
     marks = Marks()
-    training = PreferenceTraining(Run.create_or_open(config), tokenizer_for(config.policy))
+    run = Run.create_or_open(config, as_begun)
+    training = PreferenceTraining(run, tokenizer_for(config.policy))
     ref = training.prepare()
     marks.add("prepare")
     taken = training._program.update

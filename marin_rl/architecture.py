@@ -8,6 +8,8 @@ which settings a run has (`planning`).
 Axes: N tokens of a microbatch, T positions of a row, V vocabulary.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +22,31 @@ FLOAT32 = 4  # bytes
 LOGITS_CHUNK = 256
 # More layers than this are scanned, and with gradient checkpointing all: `UNROLLED_LAYERS_MAX`.
 UNROLLED_LAYERS_MAX = 8
-# Bytes of an update by trained parameter: old and new parameters, moments, gradients and 4.5 of
-# its own. Moments are donated, parameters are not.
-UPDATE_BYTES = 24.5
+# Bytes of an update by trained parameter, besides old parameters and moments, which are donated:
+# new parameters, gradients and 4.5 of its own.
+UPDATE_BYTES = 12.5
+# 8-bit moments: values that share a scale, and the size of arrays that keep float32.
+BLOCK_MIN, BLOCK_MAX = 64, 256
+SIZE_MIN = 4096
+
+
+def block_of(shape: Sequence[int]) -> tuple[int, int] | None:
+    """Values of a block of 8-bit moments, and the last axes that blocks lie in; None: float32.
+
+    A power of two that divides these axes: a device has whole blocks where it has whole last axes.
+    """
+    inner = 1
+    for axes, size in enumerate(reversed(shape), 1):
+        inner *= size
+        if (block := min(inner & -inner, BLOCK_MAX)) >= BLOCK_MIN:
+            return (block, axes) if math.prod(shape) >= SIZE_MIN else None
+    return None
+
+
+def moment_bytes(shape: Sequence[int]) -> int:
+    """Bytes of both 8-bit moments of an array."""
+    size, blocks = math.prod(shape), block_of(shape)
+    return 8 * size if blocks is None else 2 * size + 8 * size // blocks[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +173,12 @@ class Architecture:
         `fsdp` times `shards` of the weights, and one in `shards` of heads and MLPs.
         """
         unrolled = self.layers <= UNROLLED_LAYERS_MAX and not recomputed
-        # Of layers: a copy without the last one, gradients of a microbatch, and what sums them up;
-        # of an adapter's base that is not quantised the copy alone.
-        layers = 2.0 if unrolled or recomputed else 2.8
-        if base is not None and not (unrolled and base == "whole"):
-            layers = 1.3 if base == "whole" else 0.0
-        ends = 1 if recomputed else 2  # the same of the embedding
+        # Of layers: gradients of a microbatch, and where they are unrolled a copy; of an adapter's
+        # base the copy alone, and none of a quantised one.
+        layers = 2.0 if unrolled else 1.0
+        if base == "quantized" or (base == "whole" and not unrolled):
+            layers = 0.0
+        ends = 2 if layers and not recomputed else 1  # the same of the embedding
         chunks = 1 if recomputed or not (unrolled or base) else 2  # of logits and their gradients
         logits = min(LOGITS_CHUNK, microbatch.tokens) * self.vocab_size
         copied = layers * self.layer_parameters + ends * self.vocab_size * self.hidden_size

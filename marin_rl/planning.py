@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows
+from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows, moment_bytes
 from marin_rl.config import Config
+from marin_rl.config.training import MICROBATCH_PAIRS
 from marin_rl.lora.adapter import linear_shapes
 from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantized_bytes
 from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
 from marin_rl.models.families import described, described_model
 from marin_rl.plain_files import read_object
+from marin_rl.types import PairSection
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
 BATCH_BYTES_PER_TOKEN = 3.0
@@ -31,6 +33,7 @@ OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
 # Python, JAX and Prefect in memory, and programs while they are compiled.
 PROCESS_BYTES = 1_200_000_000
+ACTIVATION_BYTES_MIN = 2**28  # of a microbatch that is chosen here, even of a small model
 
 # Context of a model that is served or evaluated without a configured length.
 CONTEXT_TOKENS_MAX = 4096
@@ -188,23 +191,52 @@ def _stages(config: Config) -> Iterator[Config]:
     yield config
     if config.policy.init != "sft":
         return
-    rows = {"microbatch_sequences": config.sft.microbatch_sequences, "critic": None}
-    step = {"sequences_per_step": config.sft.sequences_per_step, "packing": "none"}
     lora = config.policy.lora
     whole = lora is not None and lora.begins != "sft"
     without = {"lora": None, "quantize_base": None} if whole else {}
-    yield config.model_copy(
+    warm = _with_rows(config, config.sft.microbatch_sequences, config.sft.sequences_per_step)
+    yield warm.model_copy(update={"policy": config.policy.model_copy(update=without)})
+
+
+def _with_rows(config: Config, rows: int, of: int, packing: str = "none") -> Config:
+    """The configuration with a microbatch of `rows`, of a step's `of`, and no critic."""
+    training = {"microbatch_sequences": rows, "critic": None}
+    batching = {"sequences_per_step": of, "packing": packing}
+    return config.model_copy(
         update={
-            "training": config.training.model_copy(update=rows),
-            "batching": config.batching.model_copy(update=step),
-            "policy": config.policy.model_copy(update=without),
+            "training": config.training.model_copy(update=training),
+            "batching": config.batching.model_copy(update=batching),
         }
     )
 
 
+def pairs_at_once(config: Config, stage: PairSection) -> int | None:
+    """The largest doubling of pairs whose activations are small next to what training keeps, or 1.
+
+    On a CPU, where more at once are no faster. None on accelerators, where that has not been
+    measured, and where the model is not at hand.
+    """
+    architecture = architecture_of(config)
+    if architecture is None or not computes_on_host():
+        return None
+    # Both answers of a pair share a row behind their prompt, but a reward model's have one each.
+    rows, packing = (1, "shared_prompt") if stage == "preference" else (2, "none")
+    of = config.pair_training(stage).pairs_per_step
+
+    def fits(pairs: int) -> bool:
+        step = _with_rows(config, rows * pairs, rows * of, packing)
+        memory = StepMemory.of(step, architecture)
+        return memory.activations <= max(memory.resident // 4, ACTIVATION_BYTES_MIN)
+
+    pairs = 1 << min(of, MICROBATCH_PAIRS).bit_length() - 1
+    while pairs > 1 and not fits(pairs):
+        pairs //= 2
+    return pairs
+
+
 def _of_checkpoints(config: Config, memory: "StepMemory", base: int) -> dict[str, int]:
     """Fields of checkpoint 0 and one of each round; retention is applied after each round."""
-    one = memory.learners * memory.trained * (PARAMETER_BYTES + OPTIMIZER_BYTES)
+    one = memory.learners * memory.trained * PARAMETER_BYTES + memory.moments
     without = memory.trained * PARAMETER_BYTES
     every = config.checkpoints.optimizer_every(one, on_host=memory.on_host)
     kept = number = config.rounds + 1
@@ -235,9 +267,11 @@ class StepMemory:
     """Bytes of training on one device: `resident` between steps, `peak` within one.
 
     `trained` parameters of each of the `learners`: the policy, and a critic of its own trunk.
+    `moments` are bytes of all of them, on all devices.
     """
 
     trained: int
+    moments: int
     learners: int
     devices: int
     on_host: bool
@@ -252,8 +286,11 @@ class StepMemory:
         data, fsdp = max(mesh.data, 1), max(mesh.fsdp, 1)
         held, on_host = fsdp * mesh.tensor, computes_on_host()
         learners = 2 if critic is not None and critic.trunk == "own" else 1
-        trained = _trained(config, architecture)
-        own = learners * trained // held
+        shapes = list(_trained_shapes(config, architecture))
+        trained = sum(map(math.prod, shapes))
+        own, moments = learners * trained // held, learners * trained * OPTIMIZER_BYTES
+        if config.training.optimizer == "adamw_8bit":
+            moments += sum(map(moment_bytes, shapes)) - trained * OPTIMIZER_BYTES
         base = _base_bytes(config, architecture, _value_bytes(config)) // held
         # XLA's CPU compiler keeps what is computed in bfloat16 as float32.
         value_bytes = 4 if on_host else _value_bytes(config)
@@ -269,14 +306,16 @@ class StepMemory:
         several = config.training.microbatch_sequences < _step_sequences(config)
         lanes = STEP_LANES if on_host and small and alone and several else 1
         # Each lane has gradients of its own; an update has old and new parameters at once.
-        passes = 12 * own + lanes * (4 * own + learners * backward)
-        update = round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
+        resident = PARAMETER_BYTES * own + moments // held
+        passes = resident + lanes * (4 * own + learners * backward)
+        update = resident + round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
         return cls(
             trained=trained,
+            moments=moments,
             learners=learners,
             devices=data * held,
             on_host=on_host,
-            resident=12 * own + base,
+            resident=resident + base,
             activations=lanes * architecture.activation_bytes(rows, value_bytes, **how),
             peak=base + max(passes, update),
         )
@@ -322,16 +361,21 @@ def _value_bytes(config: Config) -> int:
     return 4 if config.policy.compute_dtype == "float32" else 2
 
 
-def _trained(config: Config, architecture: Architecture) -> int:
-    """Number of parameters that are trained: A and B of an adapter, else all."""
+def _trained_shapes(config: Config, architecture: Architecture) -> Iterator[tuple[int, ...]]:
+    """Shapes of what is trained: A and B of an adapter, else all, of which one stands for the rest.
+
+    The rest are embeddings, norms and what no adapter changes.
+    """
+    linears = architecture.linear_shapes
     if config.policy.lora is None:
-        return architecture.parameters
-    modules = configured_modules(config.policy.lora, architecture.linear_shapes)
-    layers = linear_shapes(architecture.linear_shapes)
-    return sum(
-        math.prod(layers[path].a_shape(module.rank)) + math.prod(layers[path].b_shape(module.rank))
-        for path, module in modules.items()
-    )
+        yield from linears.values()
+        others = architecture.parameters - sum(map(math.prod, linears.values()))
+        yield others // architecture.hidden_size, architecture.hidden_size
+        return
+    layers = linear_shapes(linears)
+    for path, module in configured_modules(config.policy.lora, linears).items():
+        yield layers[path].a_shape(module.rank)
+        yield layers[path].b_shape(module.rank)
 
 
 def _base_bytes(config: Config, architecture: Architecture, value_bytes: int) -> int:

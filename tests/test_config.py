@@ -154,6 +154,7 @@ objective.advantage=maxrl; objective.overlong=soft_penalty
 objective.advantage=pass_at_k; objective.overlong=soft_penalty
     -> advantage pass_at_k would count a success that is penalised at all as a failure
 training.schedule_restarts=2 -> 'constant' has no restarts
+sft.schedule=constant; sft.schedule_restarts=2 -> 'constant' has no restarts
 training.optimizer=muon; policy.lora.rank=2
     -> training.optimizer muon updates the matrices of layers
 objective.advantage=gdpo; objective.overlong=soft_penalty
@@ -352,6 +353,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "asynchrony",
         "sft.environment.", "training.critic", "reward_model", "preference", "distillation",
         "environment.reward_model", "training.load_balance_coefficient", "sft.train_on",
+        "sft.schedule_restarts",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets", "sampling.min_p",
         "training.optimizer", "training.schedule_restarts",

@@ -3,7 +3,7 @@
 Leaves out the objective (objective.py).
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -114,6 +114,16 @@ class CriticConfig(Section):
     )
 
 
+RESTARTS = "times that the decay begins again at the peak, after equal parts of it; null: never"
+Restarts = Annotated[int | None, Field(ge=1, le=10_000)]
+
+
+def _restarts_need_a_decay(settings: Any) -> Any:
+    if settings.schedule == "constant" and settings.schedule_restarts is not None:
+        raise ValueError("schedule 'constant' has no restarts: expected linear or cosine")
+    return settings
+
+
 class TrainingConfig(Section):
     """The optimizer and its schedule."""
 
@@ -123,14 +133,11 @@ class TrainingConfig(Section):
     schedule_steps: int | None = field(
         None, "optimizer steps until the decay ends; needed unless constant", ge=1
     )
-    schedule_restarts: int | None = optional_field(
-        "times that the decay begins again at the peak, after equal parts of it; null: never",
-        ge=1,
-        le=10_000,
-    )
-    optimizer: Literal["muon"] | None = optional_field(
-        "muon: Muon for the matrices of layers, AdamW for the rest, with one learning rate; of "
-        "rounds, warm starts and preferences; null: AdamW"
+    schedule_restarts: Restarts = optional_field(RESTARTS)
+    optimizer: Literal["muon", "adamw_8bit"] | None = optional_field(
+        "muon: Muon for the matrices of layers, AdamW for the rest, with one learning rate; "
+        "adamw_8bit: AdamW with moments in 8 bits, a quarter of their memory; of rounds, warm "
+        "starts and preferences; null: AdamW"
     )
     beta1: float = field(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = field(0.95, "decay of the second moment", ge=0, lt=1)
@@ -155,9 +162,9 @@ class TrainingConfig(Section):
     def _decay_has_an_end(self) -> "TrainingConfig":
         if self.schedule != "constant" and self.schedule_steps is None:
             raise ValueError(f"schedule '{self.schedule}' needs schedule_steps")
-        if self.schedule == "constant" and self.schedule_restarts is not None:
-            raise ValueError("schedule 'constant' has no restarts: expected linear or cosine")
         return self
+
+    _restarts = model_validator(mode="after")(_restarts_need_a_decay)
 
 
 class SFTConfig(Section):
@@ -176,11 +183,14 @@ class SFTConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = field(
         "linear", "decay of the learning rate over `steps`"
     )
+    schedule_restarts: Restarts = optional_field(RESTARTS)
     weight_decay: float = field(0.0, "decoupled; matrices only", ge=0, le=10)
     gradient_clip_norm: float = field(1.0, "global norm of the gradient", gt=0)
     steps_per_checkpoint: Count = field(
         250, "steps between committed checkpoints of the warm start"
     )
+
+    _restarts = model_validator(mode="after")(_restarts_need_a_decay)
 
 
 class ContextMessage(Section):
@@ -285,6 +295,9 @@ class DistillationConfig(Section):
         return self.environments is None or environment in self.environments
 
 
+MICROBATCH_PAIRS = 32  # where no number is configured, and the run chose none
+
+
 class PairTrainingConfig(Section):
     """Keys that a reward model and a policy that learns from preference pairs have alike."""
 
@@ -295,20 +308,32 @@ class PairTrainingConfig(Section):
     held_out_fraction: float = field(0.1, "share of prompts whose pairs are held out", ge=0, lt=1)
     steps: Count = field(200, "optimizer steps")
     pairs_per_step: Count = field(32, "pairs per step")
-    microbatch_pairs: Count = field(32, "pairs per forward and backward pass")
+    microbatch_pairs: int | None = optional_field(
+        "pairs per forward and backward pass; null: on a CPU up to 32, with activations of at most "
+        "a quarter of what training keeps, or 256 MB; else, and for kto, 32",
+        as_begun=True,
+        ge=1,
+    )
     learning_rate: float = field(1e-4, "peak AdamW step size", gt=0, le=1)
     warmup_steps: int = field(0, "optimizer steps of linear warm-up", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = field(
         "linear", "decay of the learning rate over `steps`"
     )
+    schedule_restarts: Restarts = optional_field(RESTARTS)
     weight_decay: float = field(0.0, "decoupled; matrices only", ge=0, le=10)
     gradient_clip_norm: float = field(1.0, "global norm of the gradient", gt=0)
     steps_per_checkpoint: Count = field(100, "steps between committed checkpoints")
+
+    _restarts = model_validator(mode="after")(_restarts_need_a_decay)
 
     @property
     def labelled(self) -> bool:
         """True if single answers with labels are learned, in place of pairs."""
         return False
+
+    @property
+    def pairs_at_once(self) -> int:
+        return self.microbatch_pairs or MICROBATCH_PAIRS
 
 
 class RewardModelConfig(PairTrainingConfig):

@@ -88,14 +88,10 @@ class DecoderLayer(eqx.Module):
 
 
 class Layers(eqx.Module):
-    """All layers; `recomputed`: with activations computed again in the backward pass.
-
-    `in_place`: read where they lie, for passes without gradients.
-    """
+    """All layers; `recomputed`: with activations computed again in the backward pass."""
 
     stacked: DecoderLayer
     recomputed: bool = eqx.field(static=True, default=False)
-    in_place: bool = eqx.field(static=True, default=False)
 
 
 class Transformer(eqx.Module):

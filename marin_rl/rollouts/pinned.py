@@ -15,6 +15,7 @@ from marin_rl.config import Config, EnvironmentConfig, PolicyConfig, with_choice
 from marin_rl.environments.registry import loaded_environment
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.machine import computes_on_host
+from marin_rl.planning import pairs_at_once
 from marin_rl.rollouts.data_warnings import (
     GENERATORS,
     all_environments,
@@ -25,6 +26,7 @@ from marin_rl.storage.commits import commit_object, new_attempt, record_errors
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.tokenizers import end_tokens_of, template_options_of
+from marin_rl.types import PairSection
 from schemas.manifests import open_record, sealed_json
 from schemas.records import RowsRecord
 
@@ -98,6 +100,16 @@ def row_layout_of(config: Config) -> str | None:
     return "auto" if chooses and not config.batching.length_buckets else None
 
 
+def pairs_at_once_of(stage: PairSection) -> Callable[[Config], int | None]:
+    """The choice of the plan, or none for KTO, whose loss is of all answers of a microbatch."""
+
+    def choice(config: Config) -> int | None:
+        labelled = config.pair_training(stage).labelled
+        return None if labelled else pairs_at_once(config, stage)
+
+    return choice
+
+
 POLICY_CHOICES: Mapping[str, Callable[[PolicyConfig], Any]] = {
     "end_tokens": end_tokens_of,
     "chat_template_options": template_options_of,
@@ -108,6 +120,8 @@ CHOICES: Mapping[str, Callable[[Config], Any]] = {
     "inference.engine.prefix_cache": prefix_cache_of,
     "inference.serve_merged": serve_merged_of,
     "batching.packing": row_layout_of,
+    "reward_model.microbatch_pairs": pairs_at_once_of("reward_model"),
+    "preference.microbatch_pairs": pairs_at_once_of("preference"),
 }
 
 

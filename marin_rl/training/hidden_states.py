@@ -13,7 +13,7 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jax.lax import dynamic_slice_in_dim
+from jax.lax import dynamic_index_in_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.models.block import (
@@ -198,9 +198,16 @@ def _through_layers(
             states, loads = run(states, layer, kind)
             all_loads.append(loads)
         return states, all_loads
-    # Each layer by itself: of all that it computes its input alone is kept. A scan computes nothing
-    # forward that its backward pass could share.
-    kept = partial(jax.checkpoint, prevent_cse=False) if layers.recomputed else lambda step: step
+    # Each layer by itself: of all that it computes its input alone is kept, or all but its weights.
+    # A scan computes nothing forward that its backward pass could share.
+    shapes = {(), *(shape for a in blocks.arrays for shape in (a.shape, a.shape[1:]))}
+
+    def saved(_: Any, *operands: Any, **__: Any) -> bool:
+        """False for what is computed from weights alone: the backward pass reads these again."""
+        return not all(operand.shape in shapes for operand in operands)
+
+    policy = None if layers.recomputed else saved
+    kept = partial(jax.checkpoint, prevent_cse=False, policy=policy)
     # What is left of the last period, or of the only one, runs layer by layer.
     scanned = count - count % spec.period
     if scanned:
@@ -224,24 +231,42 @@ def _scanned(
     """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
     spec, period = model.spec, model.spec.period
 
-    def body(states: Array, own: tuple[Array, list[Array]]) -> tuple[Array, ExpertLoads | None]:
-        first, arrays = own
-        if in_place:
-            arrays = [dynamic_slice_in_dim(array, first, period) for array in blocks.arrays]
+    def body(states: Array, own: tuple[Array, list[list[Array]]]) -> tuple[Array, Any]:
+        first, parts = own
         loads: Loads = []
         for place, kind in enumerate(spec.kinds[:period]):
 
-            def step(states: Array, parts: list[Array], at: int = place, of: Any = kind) -> Any:
-                return run(states, blocks.of(first + at, parts), of)
+            def step(states: Array, layer: Array, parts: list[Array], of: Any = kind) -> Any:
+                pairs = zip(blocks.arrays, parts, strict=True)
+                arrays = [_layer_of(array, layer, part) for array, part in pairs]
+                return run(states, blocks.of(layer, arrays), of)
 
-            states, of_layer = kept(step)(states, [array[place] for array in arrays])
+            states, of_layer = kept(step)(states, first + place, parts[place])
             loads.append(of_layer)
         return states, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
 
-    # Codes and scales are not among what the scan cuts: a layer reads its part by its index. Of
-    # weights, whose gradients would then be added up over whole stacks, only without gradients.
-    in_place = model.layers.in_place
-    arrays = () if in_place else blocks.arrays
-    cut = [array[:count].reshape(-1, period, *array.shape[1:]) for array in arrays]
-    states, loads = jax.lax.scan(body, states, (jnp.arange(0, count, period), cut))
+    # For their gradients alone: values are read from the whole arrays, and XLA leaves these out.
+    parts = [[array[place:count:period] for array in blocks.arrays] for place in range(period)]
+    states, loads = jax.lax.scan(body, states, (jnp.arange(0, count, period), parts))
     return states, jax.tree.map(lambda array: array.reshape(count, *array.shape[2:]), loads)
+
+
+@jax.custom_vjp
+def _layer_of(whole: Array, layer: Array, part: Array) -> Array:
+    """The part of a layer, of the value that `whole` has there; its gradient is that of `part`.
+
+    A scan over parts would copy the weights of all layers before it begins, and a gradient of
+    `whole` would be added up over all of them in each layer.
+    """
+    return dynamic_index_in_dim(whole, layer, keepdims=False)
+
+
+def _layer_forward(whole: Array, layer: Array, part: Array) -> tuple[Array, None]:
+    return _layer_of(whole, layer, part), None
+
+
+def _layer_backward(_: None, gradient: Array) -> tuple[None, None, Array]:
+    return None, None, gradient
+
+
+_layer_of.defvjp(_layer_forward, _layer_backward)

@@ -33,7 +33,6 @@ from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
 from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
 from marin_rl.training.losses import divergence, scores_of_logits
-from marin_rl.training.model import with_layers
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
 TOKENS_PER_CHUNK = 256
@@ -531,5 +530,4 @@ def sequence_scores(
     positions_BT = jnp.broadcast_to(positions, token_ids_BT.shape)
     ids_BT, segments_BT = jnp.asarray(token_ids_BT), jnp.asarray(segment_ids_BT)
     rows = ids_BT, segments_BT, positions_BT, jnp.asarray(mask_BT) > 0
-    model = with_layers(model, in_place=True)
     return token_logprobs(model, *rows, temperature=temperature).logprobs

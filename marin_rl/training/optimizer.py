@@ -1,4 +1,4 @@
-"""AdamW with warm-up and decay of the learning rate, built from the configuration, and Muon.
+"""AdamW with warm-up and decay of the learning rate, also with 8-bit moments, and Muon.
 
 Weight decay is decoupled and applies to matrices only. The gradient is clipped by its global norm
 before it enters the moments. Muon (Jordan 2024) orthogonalises the momentum of each layer's matrix;
@@ -20,6 +20,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from marin_rl.config import LoraConfig, PairTrainingConfig, SFTConfig, TrainingConfig
 from marin_rl.lora.adapter import LinearShape
+from marin_rl.training.adam_8bit import scale_by_adam_8bit
 
 Schedule = Callable[[ArrayLike], Array]
 
@@ -42,11 +43,11 @@ class AdamW:
     clip_norm: float
     restarts: int = 0
     muon: bool = False
+    moments_8bit: bool = False
 
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
-    adamw = _adamw(training, training, training.schedule_steps)
-    return replace(adamw, restarts=training.schedule_restarts or 0)
+    return _adamw(training, training, training.schedule_steps)
 
 
 def with_adapter_rate(settings: AdamW, lora: LoraConfig | None) -> AdamW:
@@ -76,7 +77,9 @@ def _adamw(
         epsilon=training.epsilon,
         weight_decay=settings.weight_decay,
         clip_norm=settings.gradient_clip_norm,
+        restarts=settings.schedule_restarts or 0,
         muon=training.optimizer == "muon",
+        moments_8bit=training.optimizer == "adamw_8bit",
     )
 
 
@@ -124,21 +127,13 @@ def make_optimizer(
         # No names where optax asks which leaves of a state are of parameters.
         return {name: name in (linears or {}) for name in tree} if isinstance(tree, dict) else {}
 
-    schedule = learning_rate_schedule(settings)
-    update = optax.adamw(
-        schedule,
-        b1=settings.beta1,
-        b2=settings.beta2,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,  # decoupled from the gradient (arXiv:1711.05101)
-        mask=mask,
-    )
+    adam = scale_by_adam_8bit if settings.moments_8bit else optax.scale_by_adam
+    # Decay is decoupled from the gradient (arXiv:1711.05101).
+    decay = optax.add_decayed_weights(settings.weight_decay, mask)
+    rate = optax.scale_by_learning_rate(learning_rate_schedule(settings))
+    update = optax.chain(adam(settings.beta1, settings.beta2, settings.epsilon), decay, rate)
     if settings.muon and linears:
-        muon = optax.chain(
-            _orthogonalised(linears),
-            optax.add_decayed_weights(settings.weight_decay, mask),
-            optax.scale_by_learning_rate(schedule),
-        )
+        muon = optax.chain(_orthogonalised(linears), decay, rate)
         update = optax.partition({True: muon, False: update}, labels)
     # First in the chain: a gradient that is clipped only after Adam would stay in its moments.
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)

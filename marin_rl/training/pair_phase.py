@@ -226,7 +226,7 @@ class RewardModelTraining(PairPhase):
         settings, chosen = self._settings, self._taken(self._training_pairs, step)
         length = padded_length(longest(chosen), self._run.config.policy.context_length)
         batch = pair_batch(chosen, settings.margin, length)
-        shape = settings.microbatch_pairs, settings.pairs_per_step
+        shape = settings.pairs_at_once, settings.pairs_per_step
         return pair_arrays(batch, *shape, self._program.layout)
 
     def _first_parameters(self) -> Parameters:
@@ -303,7 +303,7 @@ class PreferenceTraining(PairPhase):
         settings, content = self._settings, self._content()
         del content[self.stage]
         # The rows that a pair is scored in follow from the steps, and its last bits from the rows.
-        content["steps"] = [settings.steps, settings.pairs_per_step, settings.microbatch_pairs]
+        content["steps"] = [settings.steps, settings.pairs_per_step, settings.pairs_at_once]
         return content, self._first_parents()
 
     def _prepared(self, pairs: Sequence[PreferencePair]) -> Sequence[PreferencePair]:
@@ -334,7 +334,7 @@ class PreferenceTraining(PairPhase):
     def _rows_of(self, pairs: Sequence[PreferencePair]) -> StepRows:
         settings = self._settings
         batch = preference_batch(pairs, padded_length(max(map(pair_row_tokens, pairs))))
-        shape = settings.microbatch_pairs, settings.pairs_per_step
+        shape = settings.pairs_at_once, settings.pairs_per_step
         return to_fixed_shape(batch, *shape, self._program.layout)
 
     def _scores(self, parameters: Parameters, rows: StepRows) -> Float32[np.ndarray, "R T"]:

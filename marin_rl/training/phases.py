@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import nbytes
 from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
-from marin_rl.machine import give_back_freed_memory
+from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.storage.layout import KeyForm
 from marin_rl.storage.runs import Run, committed
@@ -87,11 +87,14 @@ class Phase:
             before, after = forward.result(), update.result()
             metrics = {**before.metrics, **after.metrics}
             check_finite(metrics, after.refused, limit)
-            # Arrays that XLA's threads dropped, a set of parameters and more, are freed by the
-            # next collection, which a loop that makes few objects may not come to for long.
-            gc.collect(0)
-            give_back_freed_memory(nbytes(self._program.template))
             yield batch, before, metrics
+            # Arrays that XLA's threads dropped, a set of parameters and more, are freed by the
+            # next collection, which a loop that makes few objects may not come to for long; large
+            # ones also where collections since have kept them. Not at once: metrics are there
+            # before the threads have dropped what the update read.
+            freed = nbytes(self._program.template)
+            gc.collect(1 if freed >= FREED_BYTES_MIN else 0)
+            give_back_freed_memory(freed)
 
     def _slot(
         self, name: str, content: Mapping[str, Any], parents: Sequence[SlotRef]

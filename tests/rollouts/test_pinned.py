@@ -99,11 +99,35 @@ def test_a_run_from_before_rows_were_chosen_goes_on_with_padded_ones(tmp_path: P
     assert again.config.batching.packing == "none"
 
 
+WIDE = "policy.model={hidden_size: 512, layers: 4, heads: 8, kv_heads: 4, intermediate_size: 2048}"
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "pairs"),
+    [
+        pytest.param("preference", ["policy.context_length=512"], 1, id="long"),
+        pytest.param("preference", ["policy.context_length=64"], 8, id="short"),
+        pytest.param("reward_model", ["policy.context_length=64"], 4, id="two rows"),
+        pytest.param("preference", ["preference.loss.type=kto"], None, id="of a microbatch"),
+        pytest.param("preference", ["preference.microbatch_pairs=3"], 3, id="the user's own"),
+    ],
+)
+def test_a_new_run_on_a_cpu_takes_few_pairs_at_once(stage, overrides, pairs, monkeypatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    given = [WIDE, *ROWS_LEFT, f"{stage}.pairs=x", f"{stage}.pairs_per_step=12"]
+    config = load_config("configs/debug.yaml", [*given, *overrides])
+    assert as_begun(config).pair_training(stage).microbatch_pairs == pairs
+    assert config.pair_training(stage).pairs_at_once == (3 if pairs == 3 else 32)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert as_begun(config).pair_training(stage) == config.pair_training(stage)
+
+
 def test_each_key_that_a_new_run_chooses_has_a_choice_and_keeps_the_users() -> None:
     asked: list[str] = []
-    config = load_config("configs/debug.yaml")
-    assert with_choices(config, asked.append) is config
-    assert sorted(asked) == sorted(CHOICES)
+    for stage in ("preference", "reward_model"):
+        config = load_config("configs/debug.yaml", [f"{stage}.pairs=x"])
+        assert with_choices(config, asked.append) is config
+    assert {*asked} == {*CHOICES}
     own = load_config("configs/debug.yaml", ["policy.lora.rank=4", "inference.serve_merged=true"])
     chosen = with_choices(own, lambda key: False)
     assert chosen.inference.serve_merged is True

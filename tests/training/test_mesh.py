@@ -59,10 +59,13 @@ def single(tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-def test_muon_shards_its_momentum_as_parameters(single, tokenizer):
+@pytest.mark.parametrize(("optimizer", "width"), [("muon", 16), ("adamw_8bit", 64)])
+def test_other_optimizers_shard_their_moments_as_parameters(single, tokenizer, optimizer, width):
     config, _ = single
-    training = config.training.model_copy(update={"optimizer": "muon"})
-    config = config.model_copy(update={"training": training})
+    training = config.training.model_copy(update={"optimizer": optimizer})
+    model = config.policy.model.model_copy(update={"hidden_size": width})
+    policy = config.policy.model_copy(update={"model": model})
+    config = config.model_copy(update={"training": training, "policy": policy})
     expected, metrics, _ = after_two_steps(config, tokenizer)
     found, of_mesh, compiled = after_two_steps(
         config.model_copy(update={"mesh": MeshConfig(fsdp=2)}), tokenizer

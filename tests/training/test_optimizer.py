@@ -49,6 +49,13 @@ def test_the_warm_start_decays_over_its_own_steps():
     np.testing.assert_allclose(found, [1e-3, 5e-4, 1e-4], rtol=1e-5)
 
 
+def test_the_decay_of_a_warm_start_begins_again():
+    settings = SFTConfig(steps=8, schedule="cosine", schedule_restarts=1)
+    schedule = learning_rate_schedule(sft_adamw(settings, TrainingConfig()))
+    found = [float(schedule(step)) for step in (0, 2, 4, 6)]
+    np.testing.assert_allclose(found, [1e-3, 5e-4, 1e-3, 5e-4], rtol=1e-5)
+
+
 def updated(gradient, **settings):
     training = TrainingConfig(**{"learning_rate": 0.1, "warmup_steps": 0, **settings})
     parameters = {"matrix": np.ones((1, 2), np.float32), "norm": np.ones(2, np.float32)}

@@ -58,9 +58,19 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_round_of_muon_done_again_gives_the_same_bits(tmp_path: Path) -> None:
-    muon = "training.optimizer=muon", "checkpoints.optimizer_every_rounds=2"
-    run = Run.create_or_open(small_config(tmp_path, *SETTINGS, *muon))
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("training.optimizer=muon",),
+        ("training.optimizer=adamw_8bit", "policy.model.hidden_size=64"),
+        ("training.optimizer=adamw_8bit", "policy.lora.rank=16", "policy.model.hidden_size=256"),
+    ],
+)
+def test_a_round_of_another_optimizer_done_again_gives_the_same_bits(
+    tmp_path: Path, other: tuple[str, ...]
+) -> None:
+    further = *other, "checkpoints.optimizer_every_rounds=2"
+    run = Run.create_or_open(small_config(tmp_path, *SETTINGS, *further))
     play_two_rounds(run)
     # The second begins with a checkpoint whose optimizer's state is found again.
     for round in (0, 1):
