@@ -447,7 +447,7 @@ MARKS = (
 
 
 def written(name: str) -> str:
-    """What the template writes of a call, after its marks of a message."""
+    """A call as the template writes it, without its marks of a message."""
     TOKENIZER.chat_template = TEMPLATES[name]
     asked = ChatPrompts(TOKENIZER).text(CALLING[:1], opening=False)
     text = ChatPrompts(TOKENIZER).text(CALLING[:2], opening=False).removeprefix(asked)
