@@ -149,11 +149,7 @@ def parameter_axes(model: eqx.Module) -> dict[str, tuple[Axis, ...]]:
 
 def with_gradient_checkpointing(model: LanguageModel) -> LanguageModel:
     """The same model, recomputing each layer's activations in the backward pass."""
-    return with_layers(model, recomputed=True)
-
-
-def with_layers(model: LanguageModel, **settings: bool) -> LanguageModel:
-    layers = dataclasses.replace(model.layers, **settings)
+    layers = dataclasses.replace(model.layers, recomputed=True)
     return eqx.tree_at(lambda m: m.transformer.layers, model, layers)
 
 
