@@ -126,7 +126,8 @@ def test_a_flipped_bit_is_detected_at_any_position(folder: Path, pattern: str) -
 def test_a_truncated_file_is_detected(folder: Path, pattern: str) -> None:
     path = one(folder, pattern)
     path.write_bytes(path.read_bytes()[:-7])
-    kind = "altered" if path.suffix == ".json" else "truncated"
+    record = path.suffix == ".json" and not path.name.startswith("index-")
+    kind = "altered" if record else "truncated"
     assert (kind, str(path.relative_to(folder))) in faults(folder)
 
 
