@@ -33,6 +33,7 @@ from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, 
 from marin_rl.serving.http.guard import Guard
 
 SUFFIX = ".session"
+FOLDER_BYTES_MAX = 80  # a Unix socket has 107 bytes of name, a session 25 of them
 RETRY_S = 1  # until there may be a session to take
 REWARD_BYTES_MAX = 1 << 20  # of a body that ends a session
 _HOP = ("connection", "host", "content-length", "transfer-encoding", "keep-alive")
@@ -41,6 +42,11 @@ _HOP = ("connection", "host", "content-length", "transfer-encoding", "keep-alive
 def private_folder(name: str) -> Path:
     """The folder of a run's sessions, which no other user reaches. Raises ConfigError."""
     folder = Path(name)
+    if (length := len(os.fsencode(folder.absolute()))) > FOLDER_BYTES_MAX:
+        raise ConfigError(
+            "environment.options.sessions: sockets of sessions need a path of at most "
+            f"{FOLDER_BYTES_MAX} bytes, found {length} in {folder}: choose a shorter one"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

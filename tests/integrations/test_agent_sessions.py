@@ -229,6 +229,8 @@ def test_a_folder_of_others_and_a_run_with_a_program_are_refused(tmp_path: Path)
     (tmp_path / "open").mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="expected a folder that only this user may read"):
         private_folder(str(tmp_path / "open"))
+    with pytest.raises(ConfigError, match="a path of at most 80 bytes, found"):
+        private_folder(str(tmp_path / ("long" * 20)))
     config = configured(tmp_path, "")
     with pytest.raises(InputError, match="expected a folder, found null"):
         serve_sessions(config.environment.options, config.inference, ("127.0.0.1", 0), print)
