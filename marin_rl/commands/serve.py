@@ -307,7 +307,7 @@ def sessions(
     as_json: opt.AsJsonLines = False,
     root: opt.Root = "runs",
 ) -> None:
-    """Hand out sessions of a run to agents that run elsewhere.
+    """Hand out rollouts of a run to agents elsewhere.
 
     `marin-rl run`, in another process of this machine, samples and trains. Ctrl-C ends it, and
     costs no session. With --json, a line of standard output once it is ready (with url).
