@@ -20,7 +20,7 @@ import orjson
 
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
-from marin_rl.integrations.otel import resource_spans
+from marin_rl.integrations import integration
 from marin_rl.rollouts.assemble import UNTRAINED_LABEL, UNTRAINED_LOGPROB, Sample, samples_of
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
@@ -236,7 +236,8 @@ def _nodes(rollout: Rollout, sample: Sample, first: int) -> Iterator[dict[str, A
 
 
 def _otel(run: Run, round: int, group: RolloutGroup, members: Members) -> Iterator[Any]:
-    return (resource_spans(run.run_id, round, group, rollout) for rollout in members)
+    traces = integration("otel").resource_spans
+    return (traces(run.run_id, round, group, rollout) for rollout in members)
 
 
 FORMATS: Mapping[str, Lines] = {

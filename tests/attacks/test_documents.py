@@ -15,7 +15,7 @@ from marin_rl.environments.code_problems import read_tests
 from marin_rl.environments.row_files import open_rows
 from marin_rl.errors import ConfigError, CorruptObject, InputError
 from marin_rl.plain_files import read_object
-from marin_rl.storage.checkpoints import unpacked
+from marin_rl.storage.array_files import header_of, tensors_of
 from marin_rl.storage.fleet import heartbeat_age_s
 from marin_rl.storage.tables.pairs import read_pairs
 from marin_rl.user_code import pin
@@ -156,8 +156,9 @@ def test_strange_numbers_and_names_in_records_are_no_tracebacks(tmp_path: Path) 
         assert heartbeat_age_s(".fleet/a.heartbeat.json", value, 0.0) is None
     name = json.dumps("[" * 5_000).encode()
     header = b'{%s:{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' % name
+    data = memoryview(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CorruptObject, match="expected a tree of arrays"):
-        unpacked(len(header).to_bytes(8, "little") + header, "file")
+        tensors_of(header_of(data, "file"), "file")
     for value in ("[" * 5_000, "9" * 5_000):
         case = {"input": value, "output": "1", "testtype": "functional"}
         for row in ({"input_output": value}, {"fn_name": "f", "tests": [case]}):

@@ -67,7 +67,7 @@ def test_nothing_imports_an_integration_by_name() -> None:
             own = {path.stem, path.parent.name, "hosted"} if INTEGRATIONS in path.parents else set()
             own.add(f"{path.stem}_session")  # the client of a server, in a file beside
             if path.stem.startswith("agent"):
-                own |= {"agent_gateway", "agent_relay"}
+                own |= {"agent_gateway", "agent_relay", "agent_sessions"}
             assert set(named.findall(path.read_text(encoding="utf-8"))) <= own, path
 
 

@@ -56,6 +56,25 @@ def _collecting(config: Any) -> list[str]:
     return [*options, "-m", config.option.markexpr, *config.args]
 
 
+class Failures:
+    """A plugin that notes whether a file could not be collected."""
+
+    any = False
+
+    def pytest_collectreport(self, report: Any) -> None:
+        self.any |= report.failed
+
+
+def forget_tests() -> None:
+    """Have workers import the files of tests again, and report what fails.
+
+    Else what is left of a module that failed would count as imported there, without any test.
+    """
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").name.startswith("test_"):
+            del sys.modules[name]
+
+
 def collect(listener: socket.socket, arguments: list[str]) -> None:
     """Collect tests, then fork a worker for each connection until standard input ends."""
     import warnings
@@ -64,9 +83,11 @@ def collect(listener: socket.socket, arguments: list[str]) -> None:
 
     # Options of the environment are for the workers: of reruns, whose plugin is left out here.
     os.environ.pop("PYTEST_ADDOPTS", None)
-    if pytest.main(arguments) == pytest.ExitCode.USAGE_ERROR:
+    failures = Failures()
+    if pytest.main(arguments, plugins=[failures]) == pytest.ExitCode.USAGE_ERROR:
         raise RuntimeError(f"expected a collection by the arguments {arguments}, see above")
-    # A worker reports what else fails here, since it tries again.
+    if failures.any:
+        forget_tests()
     import jaxtyping._pytest_plugin  # not before: pytest rewrites the assertions of plugins
     from jax._src import xla_bridge
     from support.preloading import freeze
