@@ -244,7 +244,8 @@ def parse_options(kind: type[OptionsT], config: EnvironmentConfig) -> OptionsT:
         known = ", ".join(kind.model_fields)
         options = f"the options {known}" if known else "no options"
         lines = [
-            f"environment.options.{'.'.join(str(part) for part in item['loc'])}: {item['msg']}"
+            f"{'.'.join(('environment.options', *map(str, item['loc'])))}: "
+            + item["msg"].removeprefix("Value error, ")
             for item in error.errors()
         ]
         raise ConfigError(

@@ -127,3 +127,8 @@ def test_a_demonstration_may_only_name_what_the_item_has() -> None:
     environment = make_environment(spell(demonstrations=[{"text": "{nothing}"}]))
     with pytest.raises(ConfigError, match=r"demonstrations\.text.*may use .*word"):
         environment.demonstration(environment.example(0, 0, "train"))
+
+
+def test_options_that_do_not_go_together_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"\n  environment\.options: give either dataset \("):
+        make_environment(EnvironmentConfig(name="reasoning_gym", options={}))
