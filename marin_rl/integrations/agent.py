@@ -13,6 +13,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -299,7 +300,7 @@ def _known_by(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Any, 
     return (*map(comparable, messages), json.dumps([*map(dict, tools)], sort_keys=True))
 
 
-class AgentEpisode:
+class AgentEpisode(ABC):
     """One session of an agent, whose calls are the policy's turns; a subclass says where it runs.
 
     `_over` is done as soon as the agent has ended.
@@ -315,17 +316,17 @@ class AgentEpisode:
         self._calls = 0
         self._has_room = False
 
+    @abstractmethod
     async def begin(self) -> None:
         """Start the agent, or wait for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def silent(self) -> RewardFault:
         """The fault of an agent that ended without a call."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def reward(self) -> Mapping[str, float]:
         """Reward of an agent that has ended. Raises RewardFault, and what a function raises."""
-        raise NotImplementedError
 
     @property
     def info(self) -> Mapping[str, Any]:
