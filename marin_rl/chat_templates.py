@@ -123,9 +123,10 @@ class _CallForm(NamedTuple):
         return {**function, "arguments": text}
 
 
+_NO_CONTENT = re.compile(r"\b(None|null)\b")
+
 # The first is the common one. DeepSeek's templates add up texts; GPT-OSS's and some of Qwen's look
 # for words in the content.
-_NO_CONTENT = re.compile(r"\b(None|null)\b")
 _CALL_FORMS = tuple(_CallForm(empty, as_text) for empty in (None, "") for as_text in (False, True))
 
 
