@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from integrations.test_agent import CLIENT
-from integrations.test_agent_sessions import ask, door, end
+from integrations.test_agent_sessions import ask, door, end, sessions_folder
 from support.cases import printed_seed
 from support.faults import committed_digests, outcome
 from support.flow_runs import ForkedRuns
@@ -155,7 +155,7 @@ def test_sessions_elsewhere_survive_kills_of_their_run(
 ) -> None:
     choices, ended = random.Random(printed_seed()), threading.Event()
     alone, config = (
-        agents(tmp_path / name, sessions=tmp_path / name / "s") for name in ("alone", "killed")
+        agents(tmp_path / name, sessions=sessions_folder(tmp_path)) for name in ("alone", "killed")
     )
     with door(alone) as first, door(config) as second:
         threads = [

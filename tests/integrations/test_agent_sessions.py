@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,13 @@ from marin_rl.types import Rollout
 QUESTION = [{"role": "user", "content": "what is it"}]
 
 
+def sessions_folder(place: Path) -> Path:
+    """A folder beside `place`, whose own name may be too long for a socket below it."""
+    return Path(tempfile.mkdtemp(prefix="s", dir=place.parent))
+
+
 def offered(place: Path, **options: Any) -> Config:
-    return configured(place, "", command=None, sessions=str(place / "s"), **options)
+    return configured(place, "", command=None, sessions=str(sessions_folder(place)), **options)
 
 
 @contextmanager
@@ -43,8 +49,10 @@ def door(config: Config, variables: dict[str, str] | None = None) -> Iterator[st
         text=True,
     )
     try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
+        assert process.stdout is not None and process.stderr is not None
+        ready = process.stdout.readline()
+        assert ready, process.stderr.read()
+        yield json.loads(ready)["url"]
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -133,7 +141,7 @@ def test_agents_elsewhere_play_the_members_of_a_group(tmp_path: Path) -> None:
         "style": 0.25,
     }
     assert "secret" not in json.dumps(seen)
-    assert not list((tmp_path / "s").iterdir())
+    assert not list(Path(config.environment.options["sessions"]).iterdir())
     # no key is anywhere in the run
     keys = [session[name] for session in seen for name in ("key", "reward_key")]
     for path in filter(Path.is_file, (tmp_path / "runs").rglob("*")):
