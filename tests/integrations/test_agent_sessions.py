@@ -49,7 +49,8 @@ def door(config: Config, variables: dict[str, str] | None = None) -> Iterator[st
         text=True,
     )
     try:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         ready = process.stdout.readline()
         assert ready, process.stderr.read()
         yield json.loads(ready)["url"]
