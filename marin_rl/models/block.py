@@ -9,6 +9,7 @@ vocabulary, X experts; leading axes are free.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from marin_rl.models.experts import (
     takes_grouped,
 )
 from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
+
+Take = Callable[[Array, Array], Array]
 
 # In the place of -inf for scores out of sight, so that exp() of a difference is never NaN.
 MASKED = -1e30
@@ -132,13 +135,22 @@ def angles_of(rope: Rope, positions: Int[Array, "..."]) -> tuple[Array, Array]:
     return cos, sin
 
 
+def _rows(table: Float[Array, "V D"], index: Int[Array, "..."]) -> Float[Array, "... D"]:
+    return jnp.take(table, index, axis=0)
+
+
 def embedded(
-    spec: Spec, tokens: Array, embedding: Array, positions: Array, table: Array | None
+    spec: Spec,
+    tokens: Array,
+    embedding: Array,
+    positions: Array,
+    table: Array | None,
+    take: Take = _rows,
 ) -> Float[Array, "... D"]:
-    """Input of the first layer; `table` is that of learned positions."""
-    x = jnp.take(embedding, tokens, axis=0)
+    """Input of the first layer; `table` is that of learned positions, `take` reads its rows."""
+    x = take(embedding, tokens)
     if table is not None:
-        x = x + table[jnp.maximum(positions, 0)]
+        x = x + take(table, jnp.maximum(positions, 0))
     # In x's own dtype, as Gemma does: a float32 scale would widen everything after it.
     return x if spec.embedding_scale == 1.0 else x * x.dtype.type(spec.embedding_scale)
 

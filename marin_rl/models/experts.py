@@ -18,9 +18,8 @@ from haliax.nn.ragged_dot import ragged_dot
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from marin_rl.models.axes import ROWS, TENSOR, dividing, free_axes, on_each_device
 from marin_rl.models.spec import Spec
-
-ROWS, TENSOR = ("data", "fsdp"), "tensor"
 
 # With fewer tokens, all products take an accelerator less time than reading the weights does, and
 # they need no sorting: an H100 multiplies about 300 times with a number in 16 bits while it reads
@@ -155,23 +154,16 @@ def grouped_sum(
     On a mesh each device sorts its own tokens, multiplies with its part of every expert, and the
     parts are summed.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    free = [name for name in mesh.axis_names if name in mesh.auto_axes]
-    over = TENSOR if TENSOR in free and len(weights.gate) > 1 else None
+    over = TENSOR if TENSOR in free_axes() and len(weights.gate) > 1 else None
 
     def own(weights: ExpertWeights, x: Array, routing: Routing) -> Array:
         out = _grouped_sum(spec, jax.tree.map(lambda part: part[0], weights), x, routing, activated)
         return out if over is None else jax.lax.psum(out, over)
 
-    if not free:
-        return own(weights, x, routing)
-    rows = tuple(name for name in ROWS if name in free)
-    if x.shape[0] % math.prod(mesh.shape[name] for name in rows):
-        rows = ()  # each device computes all of them
-    of_rows, of_weights = PartitionSpec(rows), PartitionSpec(over)
+    # Rows that devices do not share out evenly are computed by all.
+    of_rows, of_weights = PartitionSpec(dividing(ROWS, len(x))), PartitionSpec(over)
     # Over all axes that are left: XLA cannot cut a kernel, nor a product by group, by itself.
-    specs = {"in_specs": (of_weights, of_rows, of_rows), "out_specs": of_rows}
-    spread = jax.shard_map(own, **specs, axis_names=set(free), check_vma=False)
+    spread = on_each_device(own, (of_weights, of_rows, of_rows), of_rows)
     return spread(weights, x, routing)
 
 

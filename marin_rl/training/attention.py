@@ -13,7 +13,6 @@ heads, G query heads of each, Q = G times C, H head size.
 """
 
 import importlib
-import math
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -24,8 +23,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.machine import xla_flags
+from marin_rl.models.axes import ROWS, TENSOR, dividing, on_each_device
 from marin_rl.models.block import MASKED, capped, scaled, softmax
-from marin_rl.models.experts import ROWS, TENSOR
 from marin_rl.models.spec import Spec
 
 # Larger blocks take fewer iterations, smaller ones see less that is out of sight. With prompts of
@@ -416,15 +415,7 @@ def attend_fused(
         return attended.reshape(B, T, K, G, H)
 
     arrays = [query_BTKGH, keys_BTKH, values_BTKH, *([] if seen_BTT is None else [seen_BTT])]
-    mesh = jax.sharding.get_abstract_mesh()
-    free = [name for name in mesh.axis_names if name in mesh.auto_axes]
-    if not free:
-        return own(*arrays)
-    rows = tuple(name for name in ROWS if name in free)
-    if len(query_BTKGH) % math.prod(mesh.shape[name] for name in rows):
-        rows = ()
-    divides = TENSOR in free and keys_BTKH.shape[2] % mesh.shape[TENSOR] == 0
-    of_heads = PartitionSpec(rows, None, TENSOR if divides else None)
-    in_specs = (of_heads, of_heads, of_heads, PartitionSpec(rows))[: len(arrays)]
-    specs = {"in_specs": in_specs, "out_specs": of_heads}
-    return jax.shard_map(own, **specs, axis_names=set(free), check_vma=False)(*arrays)
+    of_rows = dividing(ROWS, len(query_BTKGH))
+    of_heads = PartitionSpec(of_rows, None, dividing((TENSOR,), keys_BTKH.shape[2]))
+    in_specs = (of_heads, of_heads, of_heads, PartitionSpec(of_rows))[: len(arrays)]
+    return on_each_device(own, in_specs, of_heads)(*arrays)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.lax import dynamic_index_in_dim
 from jaxtyping import Array, Bool, Float, Int
 
+from marin_rl.models.axes import table_rows
 from marin_rl.models.block import (
     Rotation,
     after_attention,
@@ -72,7 +73,8 @@ def states_before_last_mlp(
     `counted`; None without experts.
     """
     spec = model.spec
-    states = embedded(spec, token_ids_BT, model.embedding, positions_BT, model.positions)
+    tables = model.embedding, positions_BT, model.positions
+    states = embedded(spec, token_ids_BT, *tables, take=table_rows)
     states = hax.auto_sharded(hax.named(states, (*AXES, "embed"))).array
     if (
         prompts_BT is None
