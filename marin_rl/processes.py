@@ -28,6 +28,7 @@ SETTLE_S = 10.0
 FINISH_S = 60.0  # from the end of a call in process 0 to its end in the others
 LEAVE_S = 10.0  # from a signal to a process, or the end of process 0, to its exit
 END, CALL = "end", "call"
+HERE = "127.0.0.1"
 
 T = TypeVar("T")
 
@@ -53,13 +54,13 @@ class _Ended(Exception):
 
 
 class Processes:
-    """The processes of a run, as process `number` of `count` sees them.
+    """The processes of a run, as process `number` of `count` sees them, with its own `address`.
 
     Calls are made one at a time, and `by_first` by one thread of a call at a time.
     """
 
-    def __init__(self, store: Store, number: int, count: int) -> None:
-        self._store, self.number, self.count = store, number, count
+    def __init__(self, store: Store, number: int, count: int, address: str = HERE) -> None:
+        self._store, self.number, self.count, self.address = store, number, count, address
         self._calls = self._said = 0
         self._leave_at: float | None = None
         self._signal = 0
@@ -259,6 +260,11 @@ def joined() -> Processes | None:
 def leads() -> bool:
     """True in the process that writes: process 0, or the only one."""
     return _joined is None or _joined.number == 0
+
+
+def own_address() -> str:
+    """The address at which the other processes reach this one."""
+    return HERE if _joined is None else _joined.address
 
 
 def process_number() -> tuple[int, int]:

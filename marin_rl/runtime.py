@@ -233,7 +233,9 @@ class RunRuntime:
         from marin_rl.weight_sync import trained_weights
 
         self.trainer.load(checkpoint)
-        return trained_weights(self.trainer, version, apart=apart)
+        weights = trained_weights(self.trainer, version, apart=apart)
+        self.transport.publish_beside(weights)
+        return weights
 
     def serve(self, checkpoint: SlotRef) -> ServedPolicy:
         """Serve a committed checkpoint, verify that it is served, and return the policy.

@@ -42,6 +42,7 @@ from marin_rl.inference.client.protocol import is_version_of, served_model_id
 from marin_rl.inference.client.publishing import Publisher, check_complete
 from marin_rl.lora.adapter import Adapter
 from marin_rl.models.module import LanguageModel
+from marin_rl.processes import all_to_first, leads, own_address
 from marin_rl.serving.server import PolicyServer
 from marin_rl.serving.weights.adapters import read_base_of, version_of, with_adapters_room
 from marin_rl.serving.weights.checkpoint_loader import read_slot, with_update_root
@@ -132,6 +133,9 @@ class Transport(ABC):
     def publish(self, weights: Weights) -> Published:
         """Make every server serve the weights. Raises what the client or the engine raises."""
 
+    def publish_beside(self, weights: Weights) -> None:  # noqa: B027 - endpoints are of process 0
+        """Have other processes of this run serve the weights too, in a call that all make."""
+
     def sleep(self) -> None:  # noqa: B027 - only servers of this process share its device
         """Leave the device's memory to training."""
 
@@ -152,9 +156,17 @@ def transport_of(run: Run, tokenizer: PreTrainedTokenizerBase) -> Transport:
 
 
 class InMemory(Transport):
-    """The server of this process. It starts on first use, and takes arrays by reference."""
+    """The server of this process. It starts on first use, and takes arrays by reference.
+
+    Where several processes train, each has one: those of the others are further endpoints.
+    """
 
     server: PolicyServer | None = None
+    _beside: tuple[str, ...] = ()
+
+    def publish_beside(self, weights: Weights) -> None:
+        own = () if leads() else self.publish(weights).endpoints
+        self._beside = tuple(url for urls in all_to_first([*own]) for url in urls)
 
     def publish(self, weights: Weights) -> Published:
         if self.server is not None and not self.server.engine.alive:
@@ -173,7 +185,8 @@ class InMemory(Transport):
         else:
             again = config.recompute_kv_cache
             server.updater.swap(weights.model, version, digest, recompute_kv_cache=again)
-        return Published(endpoints=(server.base_url,), model=server.model_id, copies=1)
+        endpoints = (server.base_url, *self._beside)
+        return Published(endpoints=endpoints, model=server.model_id, copies=len(endpoints))
 
     def _start(
         self, inference: InferenceConfig, model: LanguageModel, version: int, digest: str
@@ -188,7 +201,10 @@ class InMemory(Transport):
             parameters_digest=digest,
             dtype=jnp.dtype(policy.compute_dtype),
         )
-        server.start(inference.host or "127.0.0.1", inference.port or 0)
+        if leads():
+            server.start(inference.host or "127.0.0.1", inference.port or 0)
+        else:
+            server.start(own_address())
         self.server = server
         spare_long_lived_objects()
         return server

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import pytest
 import yaml
 from support.cases import printed_seed
 
+from flows.server import free_port
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES
 from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
 from marin_rl.storage.tables.batches import read_batches
+from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.policy_source import read_trained
 from marin_rl.training.state import template_of
@@ -370,6 +373,35 @@ def test_keys_that_processes_cannot_honour_are_refused(
     assert done.returncode == 2
     assert key.partition("=")[0] in done.stderr
     assert "several processes cannot do" in " ".join(done.stderr.split())
+
+
+def own_address() -> str:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+    return pytest.skip("this machine has no network")
+
+
+def test_every_process_samples_also_where_hosts_meet_beyond_loopback(
+    two_by_two: Run, config: Path, environment: Any, tmp_path: Path
+):
+    """Their servers ask for a token that process 0 has made."""
+    shared = {
+        **environment,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        COORDINATOR: f"{own_address()}:{free_port()}",
+        PROCESSES: "2",
+    }
+    words = [*COMMAND, "run", str(config), "--root", str(tmp_path)]
+    pair = [
+        subprocess.Popen(words, env={**shared, PROCESS_ID: f"{number}"}, cwd=config.parent)
+        for number in range(2)
+    ]
+    assert [process.wait(300) for process in pair] == [0, 0]
+    run = checked(tmp_path, environment)
+    assert digests(run) == digests(two_by_two)
+    (measured,) = read_metrics(run, [0]).to_pylist()
+    assert measured["weights/transfers_per_step"] * len(first_batches(run)) == 2
 
 
 def test_a_coordinator_that_nobody_can_reach(config: Path, environment: Any, tmp_path: Path):

@@ -6,6 +6,7 @@ the calls of process 0 until that one ends. What processes say to one another me
 """
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -44,6 +45,7 @@ def on_all_processes(config: Config) -> Iterator[None]:
         yield
         return
     processes = _joined(settings)
+    _share_key(processes, config, settings.timeout_s)
     if processes.number:
         _follow(processes, config)
     for sign in (signal.SIGINT, signal.SIGTERM):
@@ -139,8 +141,33 @@ def _joined(settings: DistributedConfig) -> Processes:
         came.set()
     state = distributed.global_state
     assert state.client is not None, "it has joined"
-    join(processes := Processes(state.client, jax.process_index(), jax.process_count()))
+    address = _address_towards(place or str(state.coordinator_address))
+    join(processes := Processes(state.client, jax.process_index(), jax.process_count(), address))
     return processes
+
+
+def _address_towards(place: str) -> str:
+    """The address of this host on its way to HOST:PORT, by which that host reaches it."""
+    host, _, port = place.rpartition(":")
+    (family, kind, _, _, address), *_ = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _share_key(processes: Processes, config: Config, timeout_s: float) -> None:
+    """Have embedded servers of several hosts ask for one token, where the user has given none."""
+    variable = config.inference.api_key_variable
+    if processes.address in LOOPBACK or config.inference.endpoints:
+        return
+    if processes.number == 0:
+        own = secrets.token_urlsafe(32)
+        processes.post("key", "" if os.environ.get(variable) else own)
+        os.environ.setdefault(variable, own)
+    elif not os.environ.get(variable):
+        os.environ[variable] = processes.read("key", timeout_s) or ""
 
 
 def _silence_gloo() -> None:

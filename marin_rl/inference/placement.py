@@ -58,7 +58,7 @@ def placement_of(weights: Any) -> Placement:
         (mesh,) = meshes
         if isinstance(mesh, Mesh) and mesh.size > 1:
             return Placement(shardings, mesh)
-    return Placement(SingleDeviceSharding(jax.devices()[0]))
+    return Placement(SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def constrain(array: Array, *axes: tuple[str, ...]) -> Array:
