@@ -15,6 +15,7 @@ from pathlib import Path
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows, moment_bytes
 from marin_rl.config import Config
 from marin_rl.config.training import MICROBATCH_PAIRS
+from marin_rl.errors import InputError
 from marin_rl.lora.adapter import linear_shapes
 from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantized_bytes
@@ -33,11 +34,67 @@ OPTIMIZER_BYTES = 8
 CHARACTER_VOCABULARY = 128
 # Python, JAX and Prefect in memory, and programs while they are compiled.
 PROCESS_BYTES = 1_200_000_000
+LOADED_SHARES = 1.3  # of a checkpoint's bytes in a process, while it reads its part
 ACTIVATION_BYTES_MIN = 2**28  # of a microbatch that is chosen here, even of a small model
 
 # Context of a model that is served or evaluated without a configured length.
 CONTEXT_TOKENS_MAX = 4096
 CACHE_BYTES_MAX = 4 * 2**30
+
+
+# Memory of one device, as its maker says; of the MI250X one of its two dies.
+DEVICE_BYTES = {
+    "A100-40GB": 40 * 10**9,
+    "A100-80GB": 80 * 10**9,
+    "B200": 180 * 10**9,
+    "H100": 80 * 10**9,
+    "H200": 141 * 10**9,
+    "L4": 24 * 10**9,
+    "L40S": 48 * 10**9,
+    "MI250X": 64 * 10**9,
+    "MI300X": 192 * 10**9,
+    "TPU-v4": 32 * 10**9,
+    "TPU-v5e": 16 * 10**9,
+    "TPU-v5p": 95 * 10**9,
+    "TPU-v6e": 32 * 10**9,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Devices that are not here, which a plan is made for."""
+
+    kind: str
+    count: int
+
+    @staticmethod
+    def named(text: str) -> "Devices":
+        """Parse KIND:COUNT. Raises InputError."""
+        kind, _, count = text.partition(":")
+        known = {name.lower(): name for name in DEVICE_BYTES}
+        if kind.lower() not in known or not count.isdecimal() or not int(count):
+            raise InputError(
+                f"--on {text!r}: expected KIND:COUNT, such as H100:8, with one of "
+                f"{', '.join(DEVICE_BYTES)}"
+            )
+        return Devices(known[kind.lower()], int(count))
+
+    @property
+    def bytes(self) -> int:
+        return DEVICE_BYTES[self.kind]
+
+    def shared_by(self, config: Config) -> Config:
+        """The configuration with sizes of its mesh in place of -1. Raises InputError."""
+        sizes = config.mesh.model_dump()
+        fixed = math.prod(size for size in sizes.values() if size > 0)
+        rest = self.count // fixed if -1 in sizes.values() else 1
+        if fixed * rest != self.count:
+            raise InputError(
+                f"mesh {config.mesh.model_dump()} takes {fixed * max(rest, 1)} devices, and --on "
+                f"has {self.count}: set mesh.fsdp or mesh.data to -1, which takes all"
+            )
+        given = {axis: rest if size < 0 else size for axis, size in sizes.items()}
+        return config.model_copy(update={"mesh": config.mesh.model_copy(update=given)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +103,8 @@ class Plan:
 
     `trained_parameters` are an adapter's where there is one. Of one device: `training_bytes` lie
     there between steps, `step_bytes` at the most within one, of which `activation_bytes` are the
-    activations of a microbatch, and `peak_bytes` with all else of the process. Of disk:
+    activations of a microbatch, and `peak_bytes` with all else of the process. `host_bytes` lie in
+    each process while a checkpoint is read. Of disk:
     `checkpoint_disk_bytes` is the most that lies there at once, of `checkpoints_kept` checkpoints,
     `checkpoint_written_bytes` what all rounds write.
     """
@@ -65,6 +123,7 @@ class Plan:
     engine_cache_bytes: int | None = None
     engine_weight_bytes: int | None = None
     peak_bytes: int | None = None
+    host_bytes: int | None = None
     devices: int = 1
     rollout_disk_bytes: int
     batch_disk_bytes: int
@@ -120,8 +179,10 @@ def within_memory(config: Config) -> Config:
     return config.model_copy(update={"inference": config.inference.model_copy(update=inference)})
 
 
-def plan(config: Config) -> Plan:
-    """Multiply a configuration out."""
+def plan(config: Config, devices: Devices | None = None) -> Plan:
+    """Multiply a configuration out, for this machine's devices or others. Raises InputError."""
+    on_host = devices is None and computes_on_host()
+    config = config if devices is None else devices.shared_by(config)
     architecture = architecture_of(config)
     size = config.rounds * config.rollouts.group_size
     rollouts_max = size * config.examples_per_round
@@ -143,13 +204,13 @@ def plan(config: Config) -> Plan:
         + int(rollouts_max * config.policy.context_length * ROLLOUT_BYTES_PER_TOKEN),
         batch_disk_bytes=config.rounds * TABLE_BYTES + int(trained * BATCH_BYTES_PER_TOKEN),
         score_disk_bytes=config.rounds * TABLE_BYTES + int(sampled * SCORE_BYTES_PER_TOKEN),
-        **({} if architecture is None else _of_model(config, architecture)),
+        **({} if architecture is None else _of_model(config, architecture, on_host=on_host)),
     )
 
 
-def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
+def _of_model(config: Config, architecture: Architecture, *, on_host: bool) -> dict[str, int]:
     """The fields of a plan that need a model's sizes."""
-    steps = [StepMemory.of(one, architecture) for one in _stages(config)]
+    steps = [StepMemory.of(one, architecture, on_host=on_host) for one in _stages(config)]
     memory = steps[0]
     # An adapter's base is written once, unless a model folder has it.
     has_base = config.policy.lora is not None and config.policy.init != "hf"
@@ -164,16 +225,20 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
         **_of_checkpoints(config, memory, base),
     }
     sampling = merged = 0
+    processes = (config.distributed and config.distributed.processes) or 1
     if not config.inference.endpoints:
-        tokens = config.inference.engine.slots * config.policy.context_length
+        # Each process has an engine, whose slots are spread over its own devices.
+        spread = max(memory.devices // processes, 1)
+        slots = -(-config.inference.engine.slots * config.mesh.tensor // spread)
+        tokens = slots * config.policy.context_length // config.mesh.tensor
         value_bytes = _value_bytes(config)
         cache = architecture.cache_bytes(tokens, value_bytes)
         joined = sum(map(math.prod, architecture.linear_shapes.values()))
         if config.policy.quantize_base is not None:
             joined = memory.trained  # the engine reads the base where it lies
-        elif config.policy.lora is not None:
+        elif config.policy.lora is not None and config.inference.serve_merged is not False:
             merged = PARAMETER_BYTES * joined  # with the adapter, and stays while steps run
-        weights = joined * value_bytes + merged
+        weights = joined * value_bytes // config.mesh.tensor + merged
         fields |= {"engine_cache_bytes": cache, "engine_weight_bytes": weights}
         sampling = cache + weights
     # Where sampling and training alternate, the engine gives its memory back to the step.
@@ -183,6 +248,8 @@ def _of_model(config: Config, architecture: Architecture) -> dict[str, int]:
         peak = max(memory.resident + sampling, memory.peak + merged)
     peak = max(peak, *(step.peak for step in steps))
     fields["peak_bytes"] = peak + (PROCESS_BYTES if memory.on_host else 0)
+    share = fields["checkpoint_bytes"] // processes
+    fields["host_bytes"] = PROCESS_BYTES + round(LOADED_SHARES * share)
     return fields
 
 
@@ -225,7 +292,7 @@ def pairs_at_once(config: Config, stage: PairSection) -> int | None:
 
     def fits(pairs: int) -> bool:
         step = _with_rows(config, rows * pairs, rows * of, packing)
-        memory = StepMemory.of(step, architecture)
+        memory = StepMemory.of(step, architecture, on_host=True)
         return memory.activations <= max(memory.resident // 4, ACTIVATION_BYTES_MIN)
 
     pairs = 1 << min(of, MICROBATCH_PAIRS).bit_length() - 1
@@ -280,11 +347,11 @@ class StepMemory:
     peak: int
 
     @classmethod
-    def of(cls, config: Config, architecture: Architecture) -> "StepMemory":
+    def of(cls, config: Config, architecture: Architecture, *, on_host: bool) -> "StepMemory":
         """Multiply out: parameters and moments by fsdp and tensor, rows by data and fsdp."""
         mesh, critic = config.mesh, config.training.critic
         data, fsdp = max(mesh.data, 1), max(mesh.fsdp, 1)
-        held, on_host = fsdp * mesh.tensor, computes_on_host()
+        held = fsdp * mesh.tensor
         learners = 2 if critic is not None and critic.trunk == "own" else 1
         shapes = list(_trained_shapes(config, architecture))
         trained = sum(map(math.prod, shapes))
@@ -355,6 +422,15 @@ def memory_keys(config: Config) -> Iterator[str]:
     elif policy.quantize_base is None:
         yield "policy.quantize_base: nf4"
     yield f"a larger mesh.fsdp on more devices (now {config.mesh.fsdp})"
+
+
+def keys_that_lower(config: Config, planned: Plan) -> list[str]:
+    """Settings that lower the larger of training step and engine."""
+    slots = f"fewer inference.engine.slots (now {config.inference.engine.slots})"
+    sampling = (planned.training_bytes or 0) + planned.engine_bytes
+    if sampling > (planned.step_bytes or 0):
+        return [slots, f"a smaller policy.context_length (now {config.policy.context_length})"]
+    return list(memory_keys(config))
 
 
 def _value_bytes(config: Config) -> int:

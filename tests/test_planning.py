@@ -7,7 +7,7 @@ import pytest
 
 from marin_rl.config import load_config, parse_config
 from marin_rl.errors import InputError
-from marin_rl.planning import architecture_of, plan
+from marin_rl.planning import PROCESS_BYTES, Devices, architecture_of, plan
 
 
 def test_a_small_run_multiplies_out():
@@ -111,6 +111,30 @@ def test_a_critic_of_its_own_trunk_counts_twice():
     assert own.checkpoint_disk_bytes == 2 * alone.checkpoint_disk_bytes
 
 
+def test_a_plan_for_devices_that_are_not_here():
+    sizes = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
+    tree = {
+        "policy": {"context_length": 512, "model": sizes, "compute_dtype": "bfloat16"},
+        "mesh": {"fsdp": -1},
+        "inference": {"engine": {"slots": 16}},
+        "distributed": {"processes": 4},
+    }
+    one, many = (plan(parse_config(tree), Devices("H100", count)) for count in (4, 32))
+    assert (one.devices, many.devices) == (4, 32)
+    assert one.training_bytes == 8 * (many.training_bytes or 0)
+    assert one.engine_weight_bytes == many.engine_weight_bytes  # whole on every device
+    # 16 slots in each process, which has one device, or eight
+    assert one.engine_cache_bytes == 8 * (many.engine_cache_bytes or 0)
+    assert many.peak_bytes is not None
+    assert many.peak_bytes < PROCESS_BYTES  # Python is on the host
+    assert one.host_bytes == PROCESS_BYTES + round(1.3 * (one.checkpoint_bytes or 0) / 4)
+    with pytest.raises(InputError, match="takes 3 devices, and --on has 8"):
+        plan(parse_config(tree | {"mesh": {"fsdp": 3}}), Devices.named("tpu-V5P:8"))
+    for text in ("H100", "H100:0", "H100:x", "H99:1"):
+        with pytest.raises(InputError, match="expected KIND:COUNT, such as H100:8"):
+            Devices.named(text)
+
+
 @pytest.mark.parametrize(
     ("retention", "kept"),
     [
@@ -128,7 +152,7 @@ def test_checkpoints_are_counted_with_retention(retention, kept):
     assert result.checkpoints_kept == kept
     assert result.checkpoint_bytes == 12 * result.parameters
     assert result.checkpoint_disk_bytes == kept * result.checkpoint_bytes
-    assert result.checkpoint_written_bytes == 21 * result.checkpoint_bytes
+    assert result.checkpoint_written_bytes == 21 * 12 * result.parameters
 
 
 def test_devices_share_weights_and_rows(monkeypatch):

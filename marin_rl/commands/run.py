@@ -32,7 +32,7 @@ from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
 from marin_rl.machine import room
 
 if TYPE_CHECKING:
-    from marin_rl.planning import Plan
+    from marin_rl.planning import Devices, Plan
 
 SAID_BYTES = 10**9  # checkpoints of this size are announced before a run
 MORE_ROUNDS = 20  # that the line to continue a finished run proposes
@@ -48,6 +48,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
     api_key_variable: opt.ApiKeyVariable = None,
     trust: opt.Trust = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="KIND:COUNT", help="devices to plan for, such as H100:8"),
+    ] = None,
     as_json: opt.AsJson = False,
 ) -> None:
     """Start a run, or continue it where it stopped.
@@ -57,8 +61,10 @@ def run(  # noqa: PLR0913 - each is an option of the command
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     config = load(config_file, changes, trust=trust, run_id=run_id, root=root, rounds=rounds)
     if dry_run:
-        _print_plan(config, as_json=as_json)
+        _print_plan(config, on, as_json=as_json)
         return
+    if on is not None:
+        raise InputError("--on plans for devices that are not here: give --dry-run with it")
     from marin_rl.doctor.start import before_engines
 
     again = run_again(config, config_file, changes)
@@ -248,19 +254,21 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _print_plan(config: Config, *, as_json: bool) -> None:
+def _print_plan(config: Config, on: str | None, *, as_json: bool) -> None:
     """Print the plan, and whether the run exists. Raises ConfigError if it has another content."""
     from marin_rl.display.tables import key_values
     from marin_rl.doctor.start import rounds_trained
-    from marin_rl.planning import plan
+    from marin_rl.planning import Devices, plan
     from marin_rl.storage.runs import refuse_other_content
 
+    devices = None if on is None else Devices.named(on)
+    planned = plan(config, devices)
     if as_json:
         refuse_other_content(config)
         known = {"run_id": config.run_id, "root": config.root, "trained": rounds_trained(config)}
-        print_json(known | asdict(plan(config)))
+        print_json(known | asdict(planned))
         return
-    out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, plan(config))))
+    out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, planned, devices)))
     _print_data_warnings(config)
     try:
         refuse_other_content(config)
@@ -272,7 +280,7 @@ def _print_plan(config: Config, *, as_json: bool) -> None:
     print_info(f"run {config.run_id} {f'is new under {config.root}' if trained is None else known}")
 
 
-def plan_rows(config: Config, plan: "Plan") -> dict[str, str]:
+def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) -> dict[str, str]:
     """A plan as text; sizes are unknown without the model's folder."""
 
     def or_unknown(n_bytes: int | None) -> str:
@@ -287,11 +295,6 @@ def plan_rows(config: Config, plan: "Plan") -> dict[str, str]:
         if plan.trained_parameters is not None:
             parameters += f"; an adapter of {plan.trained_parameters / 1e6:,.2f}M is trained"
     embedded = not config.inference.endpoints
-    together = or_unknown(None)
-    if plan.peak_bytes:  # of the process, on each device where there are several
-        together = f"about {size(plan.peak_bytes)} at the peak"
-        together += f" on each of {plan.devices} devices" if plan.devices > 1 else ""
-        together += f"; {here}" if (here := room()) else ""
     rows = {
         "rounds": f"{plan.rounds:,}",
         "shards": f"{plan.shards:,} ({config.rollouts.shards_per_round} a round)",
@@ -305,16 +308,34 @@ def plan_rows(config: Config, plan: "Plan") -> dict[str, str]:
         "training step": f"about {or_unknown(plan.step_bytes)}, with gradients and copies",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
         "engine weights": or_unknown(plan.engine_weight_bytes) if embedded else "remote endpoints",
-        "memory together": together,
+        "memory together": _together(config, plan, devices) or or_unknown(None),
         "disk, rollouts": f"at most {size(plan.rollout_disk_bytes)}",
         "disk, batches": f"at most {size(plan.batch_disk_bytes)}",
         "disk, scores": f"at most {size(plan.score_disk_bytes)}",
         "disk, checkpoints": checkpoints_kept(config, plan) or or_unknown(None),
         "root": config.root,
     }
+    if devices is not None:
+        rows["memory of hosts"] = f"about {or_unknown(plan.host_bytes)} in each process"
     if overlap := _overlap(config, plan):
         rows["overlap"] = overlap
     return rows
+
+
+def _together(config: Config, plan: "Plan", devices: "Devices | None") -> str:
+    """The peak of the process, on each device where there are several; empty where unknown."""
+    from marin_rl.planning import keys_that_lower
+
+    if not plan.peak_bytes:
+        return ""
+    together = f"about {size(plan.peak_bytes)} at the peak"
+    together += f" on each of {plan.devices} devices" if plan.devices > 1 else ""
+    if devices is None:
+        return f"{together}; {here}" if (here := room()) else together
+    together += f", of {size(devices.bytes)} that {devices.kind} has"
+    if plan.peak_bytes > devices.bytes:
+        together += f": too much, lower it by {'; or '.join(keys_that_lower(config, plan))}"
+    return together
 
 
 def checkpoints_kept(config: Config, plan: "Plan") -> str:

@@ -11,7 +11,7 @@ from marin_rl.errors import EndpointUnavailable, OutOfMemory, StalePolicy
 from marin_rl.inference.client.fleet_sources import EndpointSource
 from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.machine import computes_on_host, gigabytes, proxies, room
-from marin_rl.planning import Plan, memory_keys, plan
+from marin_rl.planning import keys_that_lower, plan
 
 HEALTH_TIMEOUT_S = 3.0
 ENDPOINT_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ def memory(config: Config) -> str:
         raise OutOfMemory(
             f"the run does not fit into memory: it needs about {gigabytes(planned.peak_bytes)} at "
             f"its peak ({largest}), with {here}. Lower it by "
-            f"{'; or '.join(_keys(config, planned))}"
+            f"{'; or '.join(keys_that_lower(config, planned))}"
         )
     return f"about {gigabytes(planned.peak_bytes)} at the peak; {here}"
 
@@ -52,17 +52,8 @@ def tight(config: Config) -> str | None:
     return (
         f"the run needs about {gigabytes(planned.peak_bytes)} of memory at its peak, with {here}: "
         f"where it is killed without a message, lower "
-        f"it by {'; or '.join(_keys(config, planned))}"
+        f"it by {'; or '.join(keys_that_lower(config, planned))}"
     )
-
-
-def _keys(config: Config, planned: Plan) -> list[str]:
-    """Settings that lower the larger of training step and engine."""
-    slots = f"fewer inference.engine.slots (now {config.inference.engine.slots})"
-    sampling = (planned.training_bytes or 0) + planned.engine_bytes
-    if sampling > (planned.step_bytes or 0):
-        return [slots, f"a smaller policy.context_length (now {config.policy.context_length})"]
-    return list(memory_keys(config))
 
 
 def endpoints(config: Config) -> str:
