@@ -19,6 +19,7 @@ import platform
 import re
 import resource
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,16 +270,47 @@ def share_one_heap() -> bool:
 
 # Freed bytes that are worth 0.1 s of looking for them, and the page faults of their next use.
 FREED_BYTES_MIN = 2**28
+SETTLING_S, SETTLING_WAITS_MAX = 0.002, 100
 
 
-def give_back_freed_memory(freed: int = FREED_BYTES_MIN) -> None:
+class _HeapInfo(ctypes.Structure):
+    """mallinfo2(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def heap_bytes() -> int:
+    """Bytes that are allocated from the C library's heap; 0 where it does not say."""
+    library = glibc()
+    if library is None or not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallinfo2.restype = _HeapInfo
+    info = library.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def give_back_freed_memory(freed: int = FREED_BYTES_MIN, settled: int | None = None) -> None:
     """Hand what is free back to the kernel, once: a program's compilation or a step's blocks.
 
-    `freed` is about how many bytes there are; too few are left for the next allocations.
+    `freed` is about how many bytes there are; too few are left for the next allocations. With
+    `settled`, about what `heap_bytes` will be, that is waited for, 0.2 s at most: XLA's threads
+    free what a program read some time after its results are there.
     """
     library = glibc()
-    if library is not None and freed >= FREED_BYTES_MIN:
-        library.malloc_trim(0)
+    if library is None or freed < FREED_BYTES_MIN:
+        return
+    if settled is not None:
+        for _ in range(SETTLING_WAITS_MAX):
+            if heap_bytes() < settled + FREED_BYTES_MIN:
+                break
+            time.sleep(SETTLING_S)
+    library.malloc_trim(0)
 
 
 def glibc() -> ctypes.CDLL | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import nbytes
 from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
-from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory
+from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory, heap_bytes
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.storage.layout import KeyForm
 from marin_rl.storage.runs import Run, committed
@@ -80,6 +80,7 @@ class Phase:
         Raises NonFiniteUpdate when too many updates in a row were not finite.
         """
         limit = self._run.config.training.nonfinite_updates_max
+        settled = heap_bytes()
         for batch, rows in batches:
             # Both are queued before either is awaited: the device does not wait for metrics to be
             # read.
@@ -90,11 +91,10 @@ class Phase:
             yield batch, before, metrics
             # Arrays that XLA's threads dropped, a set of parameters and more, are freed by the
             # next collection, which a loop that makes few objects may not come to for long; large
-            # ones also where collections since have kept them. Not at once: metrics are there
-            # before the threads have dropped what the update read.
+            # ones also where collections since have kept them.
             freed = nbytes(self._program.template)
             gc.collect(1 if freed >= FREED_BYTES_MIN else 0)
-            give_back_freed_memory(freed)
+            give_back_freed_memory(freed, settled)
 
     def _slot(
         self, name: str, content: Mapping[str, Any], parents: Sequence[SlotRef]
