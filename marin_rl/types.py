@@ -55,16 +55,16 @@ class Demonstration:
     """A conversation to learn: its messages before the last answer, and that answer.
 
     `tools` are those that it offers, as chat templates have them; `trained` says for each answer of
-    the assistant whether it is learned, where the conversation says it. With `segments` it may be
-    learned as several sequences, where the template rewrites what came before. `name` says in
-    errors where it is from, `options` are those of the template.
+    the assistant whether it is learned, or by which weight, where the conversation says it. With
+    `segments` it may be learned as several sequences, where the template rewrites what came before.
+    `name` says in errors where it is from, `options` are those of the template.
     """
 
     messages: Sequence[Message]
     answer: Message
     name: str
     tools: Sequence[Mapping[str, Any]] = ()
-    trained: Sequence[bool] | None = None
+    trained: Sequence[bool | float] | None = None
     segments: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -322,6 +322,7 @@ class TrainingBatch:
     `rollout_ids[b]` names the rollouts of row b in segment order. `teacher_logprobs` are NaN on
     trained tokens that no teacher scored; None for a run without a teacher. `microbatch_rows` are
     those of a forward and backward pass where the round chose them; None: as configured.
+    `loss_weights` are those of the tokens' losses when supervised; None: 1 on all that are trained.
     """
 
     token_ids: Int32[np.ndarray, "B T"]
@@ -334,6 +335,7 @@ class TrainingBatch:
     rollout_ids: tuple[tuple[str, ...], ...] = ()
     teacher_logprobs: Float32[np.ndarray, "B T"] | None = None
     microbatch_rows: int | None = None
+    loss_weights: Float32[np.ndarray, "B T"] | None = None
 
 
 def segment_lengths(batch: TrainingBatch) -> Int64[np.ndarray, " S"]:

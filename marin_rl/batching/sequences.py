@@ -18,7 +18,7 @@ from typing import Any, Literal
 from unicodedata import normalize
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.chat_templates import (
@@ -47,14 +47,19 @@ TrainOn = Literal["last", "all", "flagged"] | None  # answers of a conversation;
 class RenderedChat:
     """A conversation that ends in an answer: its texts, its ids, and which are trained on.
 
-    The first `prompt_length` ids are those of `prompt`, with which `text` begins.
+    The first `prompt_length` ids are those of `prompt`, with which `text` begins. `weights` are of
+    the losses of tokens, 0 for those that are not trained on.
     """
 
     prompt: str
     text: str
     ids: Tokens
-    mask: Tokens
+    weights: Float32[np.ndarray, " T"]
     prompt_length: int
+
+    @property
+    def mask(self) -> Tokens:
+        return (self.weights > 0).astype(np.int32)
 
 
 def rendered_prompts(
@@ -160,17 +165,18 @@ def _joined(
     With `segments`, further chats have the answers that the whole does not render as they are.
     """
     trained = answers[-1].trained if train_on == "flagged" else None
-    learned = [True] * len(answers) if trained is None else trained
-    joined = [replace(chats[-1], mask=chats[-1].mask * learned[-1])]
-    for answer, chat, learns in zip(answers[:-1], chats[:-1], learned[:-1], strict=True):
-        if not learns:
+    shares = [True] * len(answers) if trained is None else trained
+    joined = [replace(chats[-1], weights=chats[-1].weights * np.float32(shares[-1]))]
+    for answer, chat, share in zip(answers[:-1], chats[:-1], shares[:-1], strict=True):
+        if not share:
             continue
+        weights = chat.weights * np.float32(share)
         end = int(np.flatnonzero(chat.mask)[-1]) + 1
         whole = next((w for w in joined if np.array_equal(chat.ids[:end], w.ids[:end])), None)
         if whole is not None:
-            whole.mask[:end] |= chat.mask[:end]
+            whole.weights[:end] += weights[:end]
         elif answer.segments:
-            joined.append(replace(chat, mask=chat.mask.copy()))
+            joined.append(replace(chat, weights=weights))
         else:
             begun = text_of(tokenizer, chat.ids[chat.prompt_length : end])
             raise InputError(
@@ -225,7 +231,11 @@ def _trained_tokens(
             "of its tokens as the assistant's"
         )
     return RenderedChat(
-        prompt=prompt.text, text=rendering.text, ids=ids, mask=mask, prompt_length=len(prompt_ids)
+        prompt=prompt.text,
+        text=rendering.text,
+        ids=ids,
+        weights=mask.astype(np.float32),
+        prompt_length=len(prompt_ids),
     )
 
 

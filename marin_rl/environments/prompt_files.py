@@ -6,6 +6,7 @@ for an option. Leaves out files (`row_files`), and the split into training and e
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,8 +36,10 @@ OTHER_ANSWER_COLUMNS = ("ground_truth", "solution", "label", "target", "reward_m
 # Metadata of a row whose prompt is a list of messages, which is what TRL calls conversational.
 CONVERSATIONAL = "conversational"
 COMPLETION = "completion"
-# Metadata of a row whose messages say which answers are learned: a boolean for each, in order.
+# Metadata of a row whose messages say which answers are learned: a boolean for each, in order, or
+# its weight.
 TRAINED = "answers_trained"
+WEIGHT_MAX = 100
 TOOLS = "tools"
 
 
@@ -61,7 +64,8 @@ class Columns:
 class PromptRow(NamedTuple):
     """Fields of a row. `demonstration` is the message that a supervised warm start learns.
 
-    `trained` says of each answer, that one too, whether it is learned, where a message says so.
+    `trained` says of each answer, that one too, whether it is learned, where a message says so, or
+    with which weight.
     """
 
     row_id: str
@@ -72,7 +76,7 @@ class PromptRow(NamedTuple):
     answer: Any
     demonstration: Message | None
     ends_with_assistant: bool
-    trained: list[bool] | None
+    trained: list[bool | float] | None
 
 
 def read_row(raw: Any, columns: Columns) -> PromptRow:
@@ -339,23 +343,26 @@ def _dense(value: Any) -> Any:
     return [_dense(each) for each in value] if isinstance(value, list) else value
 
 
-def _trained(value: Sequence[Any], column: str) -> list[bool] | None:
+def _trained(value: Sequence[Any], column: str) -> list[bool | float] | None:
     """Return what an assistant's messages say of themselves, by `train` or `weight`; None: nothing.
 
-    One that says nothing is learned where others say that they are, or are not.
+    One that says nothing is learned where others say that they are, or are not. Weights are numbers
+    where they are neither 0 nor 1.
     """
-    trained, said = list[bool](), False
+    trained, said = list[bool | float](), False
     for number, item in enumerate(value):
         if item.get("role", SHAREGPT_ROLES.get(item.get("from"))) != "assistant":
             continue
         flags = [item[name] for name in ("train", "weight") if item.get(name) is not None]
-        if any(flag not in (0, 1) for flag in flags):
+        numbers = all(isinstance(flag, int | float) for flag in flags)
+        share = math.prod(flags) if numbers else math.nan
+        if item.get("train") not in (None, 0, 1) or not 0 <= share <= WEIGHT_MAX:
             raise ValueError(
-                f"{column}, message {number}: expected train true or false, or weight 0 or 1, "
-                f"found {flags[0]!r:.80}"
+                f"{column}, message {number}: expected train true or false, or a weight from 0 to "
+                f"{WEIGHT_MAX}, found {flags[0]!r:.80}"
             )
         said |= bool(flags)
-        trained.append(all(map(bool, flags)))
+        trained.append(bool(share) if share in (0, 1) else float(share))
     return trained if said else None
 
 

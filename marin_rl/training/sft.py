@@ -1,6 +1,7 @@
 """The supervised warm start: a phase whose examples are (prompt, answer) pairs of an environment.
 
-The loss is the mean negative log-likelihood of the answers' tokens. See phases.py for segments.
+The loss is the mean negative log-likelihood of the answers' tokens, weighted where rows say so. See
+phases.py for segments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,12 +126,14 @@ def supervised_batch(
     places, length, microbatch_rows = _places(config, tokens_K)
     shape = places.rows, length
     token_ids, loss_mask, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    weights = np.zeros(shape, np.float32)
     for chat, row, start, segment in zip(
         rendered, places.row_K, places.start_K, places.segment_K, strict=True
     ):
         inside = row, slice(start, start + len(chat.ids))
         token_ids[inside], loss_mask[inside], segment_ids[inside] = chat.ids, chat.mask, segment
         positions[inside] = np.arange(len(chat.ids))
+        weights[inside] = chat.weights
     nothing = np.zeros(shape, np.float32)
     return TrainingBatch(
         token_ids=token_ids,
@@ -141,6 +144,8 @@ def supervised_batch(
         advantages=nothing,
         returns=nothing,
         microbatch_rows=microbatch_rows,
+        # None where they say nothing: steps of such rows keep their program, and its bits.
+        loss_weights=None if np.array_equal(weights, loss_mask) else weights,
     )
 
 

@@ -62,6 +62,10 @@ def in_rows(array_MRT: Array) -> Array:
 
 def row_weights(arrays: StepArrays, settings: StepSettings) -> Float[Array, "B T"]:
     """The weight of each token's loss, over all rows of the step."""
+    if settings.objective is None and arrays.loss_weights is not None:
+        weights_BT = on_mask(in_rows(arrays.loss_weights), in_rows(arrays.mask))
+        total = jnp.sum(weights_BT)
+        return weights_BT / jnp.where(total > 0, total, 1.0)
     # Supervised, all tokens of a step count alike, as in pretraining.
     aggregation = settings.objective.aggregation if settings.objective else "token_mean"
     mask_BT, segment_ids_BT = in_rows(arrays.mask.astype(jnp.float32)), in_rows(arrays.segment_ids)

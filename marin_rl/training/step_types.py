@@ -79,7 +79,8 @@ class StepArrays(NamedTuple):
 
     `old_logprobs` are the trainer's before the first update on these rows; None where this step is
     that update. `old_values` are a critic's before that update, `returns` what it is to learn; None
-    without a critic. `rollout_shares` are 1 / the trained tokens of a token's rollout where some
+    without a critic. `loss_weights` are those of tokens when supervised; None: 1 on the mask.
+    `rollout_shares` are 1 / the trained tokens of a token's rollout where some
     rollout was cut into several segments; None where each segment is one.
     """
 
@@ -93,6 +94,7 @@ class StepArrays(NamedTuple):
     old_values: Float[Any, "M R T"] | None = None
     returns: Float[Any, "M R T"] | None = None
     rollout_shares: Float[Any, "M R T"] | None = None
+    loss_weights: Float[Any, "M R T"] | None = None
 
     @property
     def inputs(self) -> tuple[Array, Array, Array, Array]:
@@ -163,7 +165,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
     """
     cut = partial(in_microbatches, rows=rows, microbatches=microbatches)
     mask_BT = trained_mask(batch)
-    shares_BT = rollout_shares(batch, mask_BT)
+    shares_BT, weights_BT = rollout_shares(batch, mask_BT), batch.loss_weights
     arrays = StepArrays(
         token_ids=cut(batch.token_ids, np.int32),
         mask=cut(mask_BT, np.bool_),
@@ -172,6 +174,7 @@ def step_arrays(batch: TrainingBatch, rows: int, microbatches: int) -> StepRows:
         policy_logprobs=cut(batch.policy_logprobs, np.float32),
         advantages=cut(batch.advantages, np.float32),
         rollout_shares=None if shares_BT is None else cut(shares_BT, np.float32),
+        loss_weights=None if weights_BT is None else cut(weights_BT, np.float32),
     )
     return StepRows(arrays, -(-len(mask_BT) // rows))
 

@@ -275,7 +275,13 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
             {},
             "message 1 has reasoning_content",
         ),
-        ({"messages": [USER, {**REPLY, "weight": 0.5}]}, {}, "message 1: expected train true or"),
+        ({"messages": [USER, {**REPLY, "weight": -0.5}]}, {}, "message 1: expected train true or"),
+        ({"messages": [USER, {**REPLY, "train": 0.5}]}, {}, "message 1: expected train true or"),
+        (
+            {"messages": [USER, {**REPLY, "weight": "1"}]},
+            {},
+            "or a weight from 0 to 100, found '1'",
+        ),
         ({"messages": [{**REPLY, "train": True}, USER]}, {}, "expected the last answer among them"),
         (
             {"conversations": [{"from": "robot", "value": "hi"}]},
@@ -344,12 +350,13 @@ def test_the_last_message_may_be_a_call(tmp_path: Path) -> None:
 
 
 def test_messages_say_which_answers_are_learned(tmp_path: Path) -> None:
-    answers = [{**REPLY, "train": False}, {**REPLY, "weight": 1}, {**REPLY, "weight": 0}, REPLY]
+    flags = [{"train": False}, {"weight": 1}, {"weight": 0}, {"train": True, "weight": 0.5}, {}]
+    answers = [{**REPLY, **each} for each in flags]
     messages = [message for answer in answers for message in (USER, answer)]
     environment = chat(tmp_path / "rows.jsonl", [{"messages": messages}], eval_fraction=0.0001)
     learned = environment.demonstrated(environment.example(0, 0, "train"))
     assert learned is not None
-    assert learned.trained == [False, True, False, True]
+    assert learned.trained == [False, True, False, 0.5, True]
 
 
 @pytest.mark.parametrize("tools", ["[", "1", '["name"]', '[{"function": {}}]'])

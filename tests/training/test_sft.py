@@ -17,7 +17,9 @@ from marin_rl.progress import listening
 from marin_rl.rollouts.pinned import as_begun
 from marin_rl.storage.runs import Run, latest_sft
 from marin_rl.tokenizers import tokenizer_for
+from marin_rl.training.logprobs import sequence_scores
 from marin_rl.training.loop import Trainer
+from marin_rl.training.model import with_parameters
 from marin_rl.training.sft import WarmStart, supervised_batch
 from marin_rl.training.state import identity_of
 from marin_rl.types import segment_lengths
@@ -63,6 +65,47 @@ def test_all_answers_of_a_dialogue_are_trained_on_where_that_is_asked(debug, tok
             assert [tokenizer.decode(ids[start:end]) for start, end in pairs] == expected
     same = [fingerprint_fields(debug(f"sft.train_on={choice}").sft) for choice in ("null", "last")]
     assert same[0] == same[1] == fingerprint_fields(debug().sft)
+
+
+def test_weights_of_answers_weigh_the_losses_of_their_tokens(debug, tokenizer, tmp_path):
+    rows = [
+        [("ab", "ba", {"weight": 0.5}), ("cd", "dc", {})],
+        [("ab", "ba", {"weight": 2}), ("cd", "dc", {"train": False})],
+    ]
+    for number, row in enumerate(rows):
+        messages = [
+            message
+            for question, answer, flags in row
+            for message in (
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer, **flags},
+            )
+        ]
+        with (tmp_path / "rows.jsonl").open("a") as file:
+            file.write(json.dumps({"id": number, "messages": messages}) + "\n")
+    config = debug(
+        *SETTINGS, "environment.name=chat", f"environment.options.path={tmp_path / 'rows.jsonl'}",
+        "environment.options.eval_fraction=1.0e-9", "sft.train_on=flagged", "sft.steps=1",
+        "sft.sequences_per_step=2", "sft.steps_per_checkpoint=1",
+    )  # fmt: skip
+    assert learned_rows(config) == "2 rows"
+    environment = loaded_environment(config.environment, "train")
+    batch = supervised_batch(config, environment, tokenizer, 0)
+    order = [environment.example(0, row, "train").example_id for row in range(2)]
+    # An answer is two characters and its end; those of the second row weigh 2 and 0.
+    expected = {"0": [0.5, 0.5, 0.5, 1, 1, 1], "1": [2, 2, 2]}
+    for row, name in enumerate(order):
+        weights = batch.loss_weights[row]
+        np.testing.assert_array_equal(weights[weights > 0], expected[name])
+        np.testing.assert_array_equal(weights > 0, batch.loss_mask[row] == 1)
+    warm = WarmStart(Run.create_or_open(config), tokenizer)
+    model = with_parameters(warm._program.template, warm._first_parameters())
+    shape = batch.token_ids, batch.segment_ids, batch.loss_mask
+    logprobs = np.asarray(sequence_scores(model, *shape, 1.0), np.float64)
+    by_hand = -(logprobs * batch.loss_weights).sum() / (1.5 + 3 + 6)
+    loss = warm.run_segment(0).summary["sft/loss"]
+    assert loss == pytest.approx(by_hand, rel=1e-5)
+    assert loss != pytest.approx(-(logprobs * batch.loss_mask).sum() / 9, rel=1e-4)
 
 
 def test_an_example_that_is_cut_fills_several_rows(debug, tmp_path):
