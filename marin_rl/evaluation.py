@@ -26,6 +26,7 @@ from marin_rl.environments.suite_formats import prompt_of
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient
+from marin_rl.models.spec import Spec
 from marin_rl.planning import CONTEXT_TOKENS_MAX, within_memory
 from marin_rl.rollouts.clients import Connect
 from marin_rl.rollouts.evaluate import (
@@ -221,7 +222,10 @@ def _environment(config: Config, request: EvaluationRequest) -> dict[str, Any]:
 
 
 def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> EvaluationResult:
-    from marin_rl.runtime import RunRuntime
+    """Evaluate a checkpoint from its files: its trainer's state is not needed."""
+    from marin_rl.serving.launch import serving
+    from marin_rl.serving.weights.checkpoint_loader import read_slot
+    from marin_rl.training.state import template_of
 
     opened, checkpoint = _checkpoint(folder, target)
     options = tuple(f"environment.options.{item}" for item in request.options)
@@ -234,19 +238,26 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     played = EnvironmentConfig.model_validate(_environment(config, request))
     sections = ("policy",) if own else ("policy", "environment.")
     check_named(opened, config.model_copy(update={"environment": played}), consent, sections)
+    tokenizer = tokenizer_for(opened.config.policy)
+    if own:  # of which the run's context says nothing
+        config = _as_long_as(config, template_of(opened.config.policy, tokenizer).spec, target)
     settings, sets = evaluation_config(config, request)
-    if checkpoint.slot.startswith("sft/"):  # no state of a round: the trainer does not take it up
-        from marin_rl.serving.launch import serving
-        from marin_rl.serving.weights.checkpoint_loader import read_slot
+    loaded = read_slot(opened, checkpoint)
+    with serving(loaded, tokenizer, checkpoint, settings) as policy:
+        return _evaluate(policy, PolicyClient, settings, sets)
 
-        loaded, tokenizer = read_slot(opened, checkpoint), tokenizer_for(opened.config.policy)
-        with serving(loaded, tokenizer, checkpoint, settings) as policy:
-            return _evaluate(policy, PolicyClient, settings, sets)
-    runtime = RunRuntime(Run(config=config, run_id=opened.run_id, store=opened.store))
-    try:
-        return _evaluate(runtime.serve(checkpoint), PolicyClient, settings, sets)
-    finally:
-        runtime.close()
+
+def _as_long_as(config: Config, spec: Spec, target: Target) -> Config:
+    """The configuration with the context that a model has, bounded, where no file says another."""
+    longest = min(spec.context_length, CONTEXT_TOKENS_MAX)
+    if target.config is not None or longest <= config.policy.context_length:
+        return config
+    tree: dict[str, Any] = content_fields(config) | {
+        "root": config.root,
+        "inference": config.inference.model_dump(),
+    }
+    tree["policy"]["context_length"], tree["batching"] = longest, {}
+    return within_memory(parse_config(tree, config.run_id))
 
 
 def _checkpoint(folder: Path, target: Target) -> tuple[Run, SlotRef]:

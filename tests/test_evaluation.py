@@ -25,7 +25,7 @@ from marin_rl.evaluation import (
 from marin_rl.inference.client.answers import likeliest
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.storage.runs import Run
-from marin_rl.tokenizers import character_tokenizer
+from marin_rl.tokenizers import character_tokenizer, tokenizer_for
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
 from marin_rl.training.model import build_model
@@ -245,6 +245,22 @@ def test_a_run_in_its_own_environment_and_in_another(prompts: Path, tmp_path: Pa
     assert run.store.list() == before
     with pytest.raises(ObjectMissing, match="no checkpoint of round 7"):
         evaluate_target(Target(name="debug", root=str(tmp_path), round=7), EvaluationRequest())
+
+
+@pytest.mark.slow
+def test_another_task_of_a_run_has_the_context_of_its_model(prompts: Path, tmp_path: Path) -> None:
+    policy, folder = load_config(DEBUG).policy, tmp_path / "model"
+    longer = policy.model_copy(update={"context_length": 256})
+    tokenizer = character_tokenizer()
+    save_hf(build_model(longer, len(tokenizer), 5), tokenizer, folder)
+    own = ["policy.init=hf", f"policy.hf_path={folder}", f"policy.tokenizer={folder}"]
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *own]))
+    Trainer(run, tokenizer_for(run.config.policy)).init_policy()
+    target = Target(name=str(tmp_path / "debug"), trust=True)
+    for environment, expected in ((None, 64), (str(prompts), 256)):
+        request = EvaluationRequest(environment=environment, samples=1, k=(1,), max_tokens=4)
+        found = evaluate_target(target, request)
+        assert found.config.policy.context_length == expected
 
 
 def said_by(found: EvaluationResult) -> list[list[int]]:

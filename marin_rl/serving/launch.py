@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -349,13 +349,13 @@ def serving(
     """A model behind the OpenAI protocol, on loopback, until the context ends."""
     enable_compilation_cache()
     names = TokenizerIdentity.of(tokenizer)
-    server = _server(replace(loaded, round=None), tokenizer, config)
+    server = _server(loaded, tokenizer, config)
     try:
         server.start()
         yield ServedPolicy(
             endpoints=(server.base_url,),
             model=server.model_id,
-            weight_version=0,
+            weight_version=loaded.round or 0,
             parameters_digest=loaded.parameters_digest,
             tokenizer_digest=names.tokenizer_digest,
             chat_template_digest=names.chat_template_digest,
