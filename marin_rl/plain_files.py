@@ -14,6 +14,8 @@ one file where it is checked and another where it is used.
 """
 
 import os
+import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -186,6 +188,21 @@ class Link:
 
 
 Content = bytes | Link | None  # of a file; None: there is none
+
+
+@contextmanager
+def whole_or_absent(place: Path) -> Iterator[Path]:
+    """A hidden path beside `place`, for a file or a folder that takes its name when it is whole.
+
+    A reader sees what was there before, or all of the new. What fails leaves nothing.
+    """
+    partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        yield partial
+        partial.replace(place)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
 
 
 def plain_parts(name: str) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ user's state folder remembers the digest of its run.json and the free keys of th
 import json
 import logging
 import os
-import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from marin_rl.config import (
 )
 from marin_rl.environments.registry import foreign_code
 from marin_rl.errors import ConfigError
+from marin_rl.plain_files import whole_or_absent
 from marin_rl.storage.run_records import RUN_KEY, read_record
 from marin_rl.storage.runs import Run
 from marin_rl.user_code import allow, parse_spec, pin
@@ -229,14 +229,8 @@ def remember(run: Run) -> None:
     own = _OwnRun(run_id=run.run_id, url=run.folder.url, free=run.reference.free)
     path = _path_of(run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with whole_or_absent(path) as partial:
         partial.write_text(own.model_dump_json() + "\n", encoding="utf-8")
-        # One rename: another command never reads half a record.
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def try_to_remember(run: Run) -> None:

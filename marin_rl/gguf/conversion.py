@@ -6,10 +6,9 @@ of q and k in the order of pairs that its rotary embedding turns, a folder those
 """
 
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,6 +40,7 @@ from marin_rl.gguf.settings import (
 from marin_rl.gguf.tokenizer import read_tokenizer, tokenizer_metadata
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
+from marin_rl.plain_files import whole_or_absent
 from marin_rl.progress import phase
 from marin_rl.serving.weights.export import check_new_folder
 from marin_rl.tokenizers import check_vocabulary
@@ -156,9 +156,10 @@ def export_gguf(
             f"{file}: a GGUF file would say something else of this {spec.family} model: "
             f"{spec.difference(again)}; `marin-rl export RUN --hf FOLDER` writes its folder"
         )
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    writer = GGUFWriter(partial, metadata.architecture)
-    try:
+    with (
+        whole_or_absent(file) as partial,
+        closing(GGUFWriter(partial, metadata.architecture)) as writer,
+    ):
         for key, value in values.items():
             if isinstance(value, list):
                 writer.add_array(key, value)
@@ -171,11 +172,6 @@ def export_gguf(
         writer.write_ti_data_to_file()
         for array in chain(factors.values(), _arrays(model, architecture_of(metadata))):
             writer.write_tensor_data(quantize(array, _type_of(array.shape, gguf_type)))
-        writer.close()
-        partial.rename(file)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
 
 
 def _arrays(model: LanguageModel, architecture: Architecture) -> Iterator[np.ndarray]:
@@ -235,16 +231,11 @@ def import_gguf(file: Path, output: Path, dtype: str) -> Imported:
         check_tensors(metadata, tensors, {names[name]: shape for name, shape in shapes.items()})
         tokenizer, ends = read_tokenizer(metadata)
         check_vocabulary(tokenizer, spec.vocabulary)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        with phase("writing the Hugging Face folder"):
-            parts = (folder_parts(n, tensors[names[n]], spec, architecture) for n in shapes)
-            write_folder(partial, model, tokenizer, parts, dtype)
-            special = special_ids(tokenizer) | {"eos_token_id": ends}
-            write_json(partial / "generation_config.json", special)
-            partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with phase("writing the Hugging Face folder"), whole_or_absent(output) as partial:
+        parts = (folder_parts(n, tensors[names[n]], spec, architecture) for n in shapes)
+        write_folder(partial, model, tokenizer, parts, dtype)
+        special = special_ids(tokenizer) | {"eos_token_id": ends}
+        write_json(partial / "generation_config.json", special)
     return Imported(
         folder=output,
         family=spec.family,

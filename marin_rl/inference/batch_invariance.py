@@ -11,10 +11,8 @@ Axes: S slots of a lane, R prompts of a prefill tile, P positions of a prompt bu
 import hashlib
 import json
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -46,6 +44,7 @@ from marin_rl.inference.programs import (
 from marin_rl.inference.weights import Decoder
 from marin_rl.machine import machine_facts
 from marin_rl.models.spec import Spec
+from marin_rl.plain_files import whole_or_absent
 
 # What is proven, and how: a record of another version is proven again.
 VERSION = 2
@@ -187,16 +186,12 @@ def _read(file: Path) -> _Record | None:
 
 
 def _write(file: Path, record: _Record) -> None:
-    """Readers see the whole record or none."""
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(record.model_dump(), indent=1, sort_keys=True))
-        temporary.replace(file)
+        with whole_or_absent(file) as partial:
+            partial.write_text(json.dumps(record.model_dump(), indent=1, sort_keys=True))
     except OSError as error:
         _log.warning("%s cannot be written (%s): the next process proves it again", file, error)
-        with suppress(OSError):
-            temporary.unlink()
 
 
 class Prover:

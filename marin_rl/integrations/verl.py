@@ -10,7 +10,6 @@ it differs from its default: nothing is dropped silently.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from marin_rl.config.section import Section
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.registry import part_for, parts_of
 from marin_rl.errors import InputError
+from marin_rl.plain_files import whole_or_absent
 from marin_rl.storage.tables.parquet import write_plain
 from marin_rl.types import Example, Split
 from marin_rl.user_code import files_in, source_of
@@ -318,15 +318,9 @@ def export_verl(config: Config, folder: Path) -> VerlExport:
         raise InputError(
             "rollouts.source: expected null, found pushed: verl samples the groups of its prompts"
         )
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        written = _write(config, partial, folder.absolute())
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return written
+    with whole_or_absent(folder) as partial:
+        partial.mkdir(parents=True)
+        return _write(config, partial, folder.absolute())
 
 
 def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
