@@ -137,8 +137,8 @@ class Plan:
     def overlap_saves(self) -> float:
         """Share of a round that sampling during training saves at most, by operations alone.
 
-        Two operations a parameter and sampled token, six a trained one (Kaplan et al. 2020), where
-        each side has a device like the one that they share otherwise.
+        Two operations a parameter and sampled token, six a trained one (Kaplan et al. 2020), on two
+        devices like the one that both share otherwise.
         """
         sides = 2 * self.tokens_sampled_max, 6 * self.tokens_trained_max
         return min(sides) / sum(sides)

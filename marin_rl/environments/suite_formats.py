@@ -143,8 +143,8 @@ def _words(path: Path | str) -> list[str]:
 def files_of(suite: str, text: str, split: str | None = None) -> list[Path]:
     """A suite's files: one, those of a pattern, or in a folder by its name and the split's.
 
-    Those of another `split` than the suite's need its name, and may be none. Raises InputError
-    where it is not clear which are meant.
+    Files of another `split` than the suite's are found by its name alone; there may be none. Raises
+    InputError where several could be meant.
     """
     place, wanted = Path(text).absolute(), split or SUITES[suite].split
     if place.exists() and not place.is_dir():

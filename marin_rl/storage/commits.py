@@ -193,7 +193,7 @@ def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
 def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31) -> int:
     """The total `name` of a manifest, a whole number from 0. Raises CorruptObject naming `source`.
 
-    Totals are what a slot says of itself: a record of another one has any, or none.
+    Totals are what a slot says of itself: a damaged or foreign record may lack them.
     """
     value = manifest.totals.get(name)
     if value is None or value != value or not 0 <= value <= at_most or value != int(value):

@@ -73,7 +73,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove `key` if it is there. Only gc, the probe, and a server its own heartbeat may."""
+        """Remove `key` if it is there: for gc, the probe, and a server that withdraws itself."""
 
     @abstractmethod
     def size(self, key: str) -> int:
