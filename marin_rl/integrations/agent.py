@@ -49,7 +49,6 @@ VARIABLES = {
 }
 _SHOWN = 600  # characters of standard error in a fault
 _CALLS_DEFAULT = 64
-_TAKE_POLL_S = 0.5
 
 
 class AgentOptions(ChatOptions):
@@ -476,11 +475,8 @@ class ElsewhereEpisode(AgentEpisode):
         self._over = self._offered.outcome
         await self._offered.offer()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + options.take_timeout_s
         with uncharged():
-            # In turns: a worker that runs nothing for a step's limit is ended as one that hangs.
-            while not self._offered.taken.done() and loop.time() < deadline:
-                await asyncio.wait({self._offered.taken}, timeout=_TAKE_POLL_S)
+            await asyncio.wait({self._offered.taken}, timeout=options.take_timeout_s)
         if not self._offered.taken.done():
             raise RewardFault(
                 f"no agent took the session for {options.take_timeout_s:g} s "

@@ -305,6 +305,10 @@ class _Call(_Charge):
         self._worker, self._busy_before_s = worker, worker.busy_s
         super().__init__(worker.limit_s, lambda: worker.end_late(self))
 
+    def _check(self) -> None:
+        self._worker.note_waiting()  # a call that is not charged may wait for longer than a limit
+        super()._check()
+
     def others_s(self) -> float:
         return self._worker.busy_s - self._busy_before_s - self.own_s
 
@@ -331,6 +335,11 @@ class _Interleaved:
                 self._loop.run_forever()
         finally:
             self._parent.note(self._last)  # its code broke the loop
+
+    def note_waiting(self) -> None:
+        """Note that only the event loop runs now, which has a timer for each call."""
+        limit_s = self.limit_s + GRACE_S if self._calls else math.inf
+        self._parent.note(~self._last, limit_s)
 
     def end_late(self, call: _Call) -> None:
         self._finish(call, limit="wall")
@@ -410,9 +419,7 @@ class _Interleaved:
             took_s = time.monotonic() - began
             self.busy_s += took_s
             call.own_s += took_s
-            # Only the event loop runs now, which has a timer for each call.
-            limit_s = self.limit_s + GRACE_S if self._calls else math.inf
-            self._parent.note(~self._last, limit_s)
+            self.note_waiting()
 
 
 if __name__ == "__main__":

@@ -327,8 +327,10 @@ def test_the_time_of_others_is_not_charged(impatient: EpisodePool, example: Exam
 
 @pytest.mark.slow
 def test_waiting_for_others_is_not_charged_and_blocking_is(impatient, example):
-    waiting, blocking = talks(impatient, example, "free 2.5|hello", "freely")
-    assert waiting == ["1 free 2.5", "2 hello"]
+    waiting, blocking = talks(
+        impatient, example, "free 7|hello", "freely"
+    )  # with nothing else to run
+    assert waiting == ["1 free 7", "2 hello"]
     assert blocking == ["1 freely"]
     for said in ("block freely", "callback"):  # the latter blocks the event loop by itself
         (blocked,) = talks(impatient, example, said)
