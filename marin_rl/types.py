@@ -226,9 +226,10 @@ class Rollout:
     """Sampled answer to an example, with its tokens, its reward and its provenance.
 
     `token_ids` is prompt and completion in the order the model saw them; `loss_mask` is 1 on tokens
-    that the policy sampled; `logprobs` is the log-probability (nats) of each sampled token under
-    the sampling distribution and 0 elsewhere. `segment_lengths` cuts these arrays into segments,
-    each with a prompt of its own, where the dialogue was rendered again; None where it is one.
+    that the policy sampled, but for turns that are not trained; `logprobs` is the log-probability
+    (nats) of each sampled token under the sampling distribution and 0 elsewhere. `segment_lengths`
+    cuts these arrays into segments, each with a prompt of its own, where the dialogue was rendered
+    again; None where it is one.
     `policy_digest` names the parameters that sampled its last token, where they are others than its
     group's. `teacher_logprobs` are a teacher's for the sampled tokens, 0 elsewhere; None where none
     was asked. A rollout with status "error" has empty arrays, reward None, and says why in `error`.

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from marin_rl.display.tables import empty_table, key_values, plain, printable, shortened
 from marin_rl.errors import InputError, ObjectMissing
-from marin_rl.rollouts.forest import segments_of
+from marin_rl.rollouts.forest import TOKENS, segments_of
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, committed, evals_slot, rollouts_slot, round_of, rounds_in
@@ -132,8 +132,8 @@ def rollout_named(run: Run, name: str, round_number: int | None = None) -> dict[
         )
     row = _row(rows, places[0])
     if row["segment_lengths"]:  # tokens say what each segment goes on from
-        ids = pa.concat_tables(iter_shards(run, number, ("rollout_id", "token_ids")))
-        (row["token_ids"],) = ids["token_ids"].take([places[0]]).to_pylist()
+        tokens = pa.concat_tables(iter_shards(run, number, TOKENS))
+        row |= tokens.slice(places[0], 1).to_pylist()[0]
     return dialogue_of(row)
 
 

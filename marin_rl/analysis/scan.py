@@ -21,6 +21,7 @@ import pyarrow as pa
 from polars.io.plugins import register_io_source
 
 from marin_rl.errors import CorruptObject
+from marin_rl.rollouts.forest import COUNTS, TOKENS, calls_of
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX, SCORES_PREFIX
 from marin_rl.storage.runs import Run, pairs_slot, round_of, runs_under
@@ -47,6 +48,7 @@ Columns = Mapping[str, Any]  # names to Polars types; beartype cannot digest pl.
 
 RUN = pa.field("run_id", pa.string())
 PLACE = (RUN, pa.field("round", pa.int32()))
+WAITS = ("queue_s", "prefill_s", "decode_s", "environment_s")
 NAMED = (*PLACE, pa.field("name", pa.string()), pa.field("version", pa.int32()))
 
 
@@ -74,13 +76,15 @@ class Table:
     """A table: its parts in order of runs and rounds, and its columns.
 
     `place` are columns that files lack, because their place says them; they come first. `schema`
-    has the columns of the files; where they `differ`, the columns that all files have.
+    has the columns of the files; where they `differ`, the columns that all files have; where the
+    table is `derived` from rollouts, its own.
     """
 
     parts: Callable[[Sequence[Run]], list[Part]]
     schema: pa.Schema
     place: tuple[pa.Field, ...] = ()
     differ: bool = False
+    derived: Callable[[pl.LazyFrame], pl.LazyFrame] | None = None
 
     @property
     def columns(self) -> pa.Schema:
@@ -110,7 +114,9 @@ class Table:
                     url = part.store.url_of(part.key)
                     raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
             return scan(opened, columns)
-        if local and set(self.place) <= {RUN}:  # files of a run are scanned together
+        if (
+            local and self.derived is None and set(self.place) <= {RUN}
+        ):  # files of a run are scanned together
             return pl.concat(
                 self._placed(scan([part.path for part in own], columns_of(self.schema)), own[0])
                 for own in (list(group) for _, group in groupby(parts, key=lambda p: p.run_id))
@@ -119,6 +125,8 @@ class Table:
         return register_io_source(fetch, schema=dict(columns), is_pure=True)
 
     def _read(self, part: Part) -> pl.LazyFrame:
+        if self.derived is not None:
+            return self.derived(scan(part.open(), columns_of(ROLLOUTS)))
         arrays = [field.name for field in self.schema if _is_fixed(field)]
         if arrays:
             rows, kinds = _scan(part.open()), columns_of(self.columns)
@@ -271,6 +279,40 @@ def columns_of(schema: pa.Schema) -> Columns:
     return frame.schema
 
 
+# A row per call of the model, so that agents' rollouts are seen as forests (`rollouts.forest`).
+CALLS = pa.schema(
+    [
+        *PLACE,
+        pa.field("rollout_id", pa.string()),
+        *(pa.field(name, pa.int32()) for name in ("call", "segment", "parent")),
+        pa.field("reason", pa.string()),
+        pa.field("tools", pa.list_(pa.string())),
+        *(pa.field(name, pa.int64()) for name in COUNTS),
+        pa.field("finish_reason", pa.string()),
+        *(pa.field(name, pa.float64()) for name in WAITS),
+    ]
+)
+
+
+def calls_frame(rollouts: pl.LazyFrame) -> pl.LazyFrame:
+    """The rows of `CALLS` of some rollouts."""
+    names = ("run_id", "round", "rollout_id")
+    rows, calls = (
+        rollouts.select(*names, "turns", "segment_lengths", *TOKENS).collect(),
+        list[dict[str, Any]](),
+    )
+    tokens = {name: rows[name] for name in TOKENS}
+    for number, row in enumerate(rows.drop(*tokens).iter_rows(named=True)):
+        arrays = {name: column[number].to_numpy() for name, column in tokens.items()}
+        turns = row["turns"]
+        for call in calls_of(row | arrays, turns):
+            turn = turns[call["call"] - 1]
+            waits = {name: turn[name] for name in WAITS}
+            finish = {"finish_reason": turn["inference_metadata"]["finish_reason"]}
+            calls.append({name: row[name] for name in names} | call | finish | waits)
+    return pl.LazyFrame(calls, schema=dict(columns_of(CALLS)))
+
+
 TABLES: Mapping[str, Table] = {
     "rollouts": Table(parts=partial(of_manifests, "rollouts", "shard-", 0), schema=ROLLOUTS),
     "batches": Table(
@@ -290,6 +332,9 @@ TABLES: Mapping[str, Table] = {
     ),
     "rewards": Table(parts=of_rewards, schema=REWARDS, place=NAMED),
     "pairs": Table(parts=of_pairs, schema=PAIRS, place=(RUN,)),
+    "calls": Table(
+        parts=partial(of_manifests, "rollouts", "shard-", 0), schema=CALLS, derived=calls_frame
+    ),
 }
 
 

@@ -16,7 +16,7 @@ from marin_rl.user_code import CodeSpec, parse_spec, pin
 
 MARK = "/.//"
 # Options of environments that name code; another one does if its value is FILE.py:name.
-CODE_OPTIONS = ("reward", "extract")
+CODE_OPTIONS = ("reward", "extract", "train")
 
 _CODE_KEYS = ("objective.loss", "asynchrony.group_filter", "asynchrony.group_filter.score")
 _PATH_KEYS = (

@@ -40,7 +40,8 @@ class StepResult:
     its group, by `Environment.score`. With `scored` it is scored so in any case, and the score is
     added to the rewards of its steps. Where the environment says `own_prompts`, `messages` may go
     on from an earlier turn of the model, `parent`, counted from 0; None: from this one. In place of
-    messages, `opening` begins another conversation in a segment of its own.
+    messages, `opening` begins another conversation in a segment of its own. A turn that is not
+    `trained` is context of those that go on from it.
     """
 
     messages: tuple[Message, ...] = ()
@@ -49,6 +50,7 @@ class StepResult:
     scored: bool = False
     opening: Start | None = None
     parent: int | None = None
+    trained: bool = True
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:

@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
-from marin_rl.config import EnvironmentConfig
+from marin_rl.config import CodeName, EnvironmentConfig
 from marin_rl.environments.chat import Chat, ChatOptions
 from marin_rl.environments.episode import Opening, Start, StepResult, Tool
 from marin_rl.environments.registry import parse_options, register
@@ -37,8 +37,10 @@ from marin_rl.isolated.scratch import ScratchFolder, delete_tree
 from marin_rl.isolated.worker import uncharged
 from marin_rl.model_apis.call import ModelAnswer, ModelCall, comparable
 from marin_rl.types import Example, Message, RewardComponent, Turn
+from marin_rl.user_code import check_importable, load
 
 MODEL = "policy"
+ALL, MAIN = "all", "main"  # calls that are trained
 TASK_FILE = "task.json"
 VARIABLES = {
     "OPENAI_BASE_URL": "{base_url}",
@@ -99,6 +101,12 @@ class AgentOptions(ChatOptions):
         description="command that runs in the folder afterwards: the reward is 1 if it succeeds, "
         "else 0, in place of the reward function; null: the function scores the standard output",
     )
+    train: Literal["all", "main"] | CodeName = Field(
+        default="all",
+        description="calls of the model that are trained: all; main, the first and those that go "
+        "on from it; or FILE.py:function or module:function of (messages, tools), of which the "
+        "last message is the answer, that returns True for a call to train",
+    )
     check_folder: str | None = Field(
         default=None,
         description="folder whose entries replace those of the rollout's before the check, such as "
@@ -134,6 +142,8 @@ class Agent(Chat):
                 "environment.options: expected one of command, a program that each rollout runs, "
                 "and sessions, a folder of rollouts for agents that run elsewhere"
             )
+        if options.train not in (ALL, MAIN):
+            check_importable(options.train, "choosing function")
         step_s = config.step_timeout_s or config.reward_timeout_s
         self.replays_calls = options.command is not None
         self.calls_max = config.turns_max or _CALLS_DEFAULT
@@ -167,6 +177,24 @@ class Agent(Chat):
         # A changed program is another environment.
         folders = filter(None, (self.options.folder, self.options.check_folder))
         self.version = "+".join((self.version, *map(_digest_of, folders)))
+
+    def load_scorer(self) -> None:
+        super().load_scorer()
+        if self.options.train not in (ALL, MAIN):
+            load(self.options.train, "choosing function")
+
+    def trains(self, call: ModelCall, answer: Message, *, is_main: bool) -> bool:
+        """True where a call is trained. Raises what the user's function raises."""
+        if self.options.train in (ALL, MAIN):
+            return is_main or self.options.train == ALL
+        chosen = load(self.options.train, "choosing function")(
+            [*call.messages, answer], [*call.tools]
+        )
+        if not isinstance(chosen, bool):
+            raise RewardFault(
+                f"environment.options.train: expected True or False, found {chosen!r:.80}"
+            )
+        return chosen
 
     def episode(self, example: Example) -> "AgentEpisode":
         if self.options.sessions is not None:
@@ -313,6 +341,7 @@ class AgentEpisode(ABC):
         self._pending: WaitingCall | None = None
         self._conversations = Conversations()  # as the agent has them
         self._calls = 0
+        self._main = {0}  # the first call and those that go on from it
         self._has_room = False
 
     @abstractmethod
@@ -348,7 +377,9 @@ class AgentEpisode(ABC):
     async def step(self, turn: Turn) -> StepResult:
         """Hand the turn to the program, and wait for its next call, or its end."""
         assert self._pending is not None, "a turn answers a call"
-        self._answer(self._pending, turn)
+        answer = self._answer(self._pending, turn)
+        is_main = self._calls in self._main
+        trained = self._environment.trains(self._pending.call, answer, is_main=is_main)
         self._calls += 1
         if self._calls >= self._environment.calls_max:
             self._session.refusal = (
@@ -356,11 +387,15 @@ class AgentEpisode(ABC):
             )
         call = await self._next_call()
         if call is None:
-            return StepResult(reward=await self.reward(), done=True, info=self.info)
+            reward = await self.reward()
+            return StepResult(reward=reward, done=True, info=self.info, trained=trained)
         if (extended := self._conversations.parent(call)) is not None:
             parent, added = extended
-            return StepResult(messages=added, parent=parent)
-        return StepResult(opening=Start(messages=call.messages, tools=call.tools))
+            if parent in self._main:
+                self._main.add(self._calls)
+            return StepResult(messages=added, parent=parent, trained=trained)
+        opening = Start(messages=call.messages, tools=call.tools)
+        return StepResult(opening=opening, trained=trained)
 
     async def close(self) -> None:
         """End the session, and with it what was started."""
@@ -372,7 +407,8 @@ class AgentEpisode(ABC):
         loop = asyncio.get_running_loop()
         return loop.run_in_executor(self._environment.threads, function, *arguments)
 
-    def _answer(self, pending: WaitingCall, turn: Turn) -> None:
+    def _answer(self, pending: WaitingCall, turn: Turn) -> Message:
+        """Answer a call; return the message that the agent reads."""
         text = turn.content
         cuts = [(place, stop) for stop in pending.call.stop if (place := text.find(stop)) >= 0]
         place, stop = min(cuts, default=(len(text), None))
@@ -390,6 +426,7 @@ class AgentEpisode(ABC):
                     stop=stop,
                 )
             )
+        return said
 
     async def _next_call(self) -> ModelCall | None:
         """The next call of the model; None once the agent has ended."""

@@ -331,7 +331,8 @@ def _tokens_of(version: int, turns: Sequence[SampledTurn]) -> dict[str, Any]:
         for turn in segment:
             prompt, completion = turn.answer.prompt_token_ids, turn.completion
             n_context, n_sampled = len(prompt) - len(last), len(completion.token_ids)
-            mask += [np.zeros(n_context, np.int32), np.ones(n_sampled, np.int32)]
+            trained = np.full(n_sampled, turn.result.trained, np.int32)
+            mask += [np.zeros(n_context, np.int32), trained]
             logprobs += [np.zeros(n_context, np.float32), completion.logprobs]
             own = completion.policy_versions
             if own is None:
@@ -362,7 +363,8 @@ UNTRAINED_LOGPROB = 1.0  # of atropos: no logprob is above 0
 class Sample:
     """A segment of a rollout: the messages and tokens of its prompt and of its response.
 
-    `mask` is 1 on the tokens that the policy sampled, which `logprobs` are of; 0 elsewhere.
+    The response begins with the first sampled token. `mask` is 1 on those of its tokens that are
+    trained; `logprobs` are of all that were sampled, 0 elsewhere.
     """
 
     segment: int
@@ -403,8 +405,10 @@ def samples_of(rollout: Rollout, *, begins_anew: bool = False) -> list[Sample]:
 
 def _sample(rollout: Rollout, number: int, start: int, end: int) -> Sample:
     mask = rollout.loss_mask[start:end]
-    lead = start + (int(mask.argmax()) if mask.any() else end - start)
     first, last = _span(rollout.turns, start, end)
+    lead = rollout.turns[first].start if first < len(rollout.turns) else None
+    if lead is None:
+        lead = start + (int(mask.argmax()) if mask.any() else end - start)
     return Sample(
         segment=number,
         prompt=rollout.turns[:first],

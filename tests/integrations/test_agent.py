@@ -13,10 +13,12 @@ from support.run_factories import audit_round
 from support.sandboxes import reason_to_skip
 from support.scripted_policies import play, record, tool_run
 
+from marin_rl.analysis.query import answer_rows
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config
 from marin_rl.environments.checks import environment_of
-from marin_rl.errors import ConfigError
+from marin_rl.errors import ConfigError, InputError
+from marin_rl.rollouts.assemble import samples_of
 from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.storage.runs import committed, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
@@ -51,6 +53,9 @@ first = [{"role": "user", "content": task["prompt"]}]
 REWARD = """
 def score(example, completion):
     return float(len(completion))
+
+def of_second_agents(messages, tools):
+    return messages[0].role == "system" and messages[-1].role == "assistant" and not tools
 """
 TOOLS = [
     {
@@ -154,6 +159,60 @@ print("done")
     # one run of sampled tokens ends each segment
     assert all(mask == sorted(mask) and sum(mask) for mask in masks)
     assert rollout.n_completion_tokens == sum(map(sum, masks))
+
+
+@pytest.mark.parametrize(
+    ("train", "trained"),
+    [("all", {2, 4, 7, 9, 13}), ("main", {2, 4, 9}), ("rewards.py:of_second_agents", {7})],
+)
+def test_calls_are_a_table_and_those_that_are_chosen_are_trained(
+    tmp_path: Path, train: str, trained: set[int]
+) -> None:
+    program = """
+answer = ask(first)
+ask([{"role": "system", "content": "name the task"}, *first])  # a second agent
+for word in ("so", "why"):
+    ask([*first, answer, {"role": "user", "content": word}])
+other = {"role": "assistant", "content": "not what it said"}
+ask([*first, other, {"role": "user", "content": "so"}])
+print("x" * (1 + int(answer["content"][-1])))
+"""
+    numbers = itertools.count()
+    config = configured(tmp_path, program, train=train)
+    run, (group,) = record(config, lambda *_: f"answer {next(numbers) % 10}")
+    answer = answer_rows(run.config.root, run.run_id, "select * from calls order by all")
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    for rollout in group.rollouts:
+        own = [row for row in rows if row["rollout_id"] == rollout.rollout_id]
+        assert [(row["call"], row["segment"], row["parent"], row["reason"]) for row in own] == [
+            (2, 0, None, "first call"),
+            (4, 0, 2, None),
+            (7, 1, None, "another prompt"),
+            (9, 2, 2, "goes back to turn 2"),
+            (13, 3, None, "rewritten history"),
+        ]
+        assert {row["call"] for row in own if row["n_trained"]} == trained
+        assert sum(row["n_sampled"] for row in own) == rollout.n_completion_tokens
+        assert sum(row["n_trained"] for row in own) == rollout.loss_mask.sum()
+        assert all(row["n_trained"] in (0, row["n_sampled"]) for row in own)
+        assert all(row["environment_s"] > 0 for row in own)
+        # a response begins with what was sampled, be it trained or not
+        for sample in samples_of(rollout, begins_anew=True):
+            sampled = [turn for turn in sample.response if turn.inference_metadata is not None]
+            assert sample.response[0] is sampled[0]
+            n_sampled = sum(len(turn.logprobs) for turn in sampled if turn.logprobs is not None)
+            assert np.count_nonzero(sample.logprobs) == n_sampled
+    ref = committed(run, rollouts_slot(0))
+    assert ref is not None
+    (batch,) = read_batches(run, build_round(run, 0, ref))
+    assert batch.loss_mask.sum() == sum(rollout.loss_mask.sum() for rollout in group.rollouts)
+    assert audit_round(run, 0).offences == {}
+
+
+@pytest.mark.parametrize("train", ["mine", "rewards.py:not_there", "no_module_of_ours:f"])
+def test_a_choice_of_calls_that_is_not_there_is_refused(tmp_path: Path, train: str) -> None:
+    with pytest.raises((ConfigError, InputError), match=r"options\.train|choosing function"):
+        play(configured(tmp_path, "ask(first)", train=train), count)
 
 
 def test_agents_call_their_own_tools_by_three_model_apis(tmp_path: Path) -> None:
