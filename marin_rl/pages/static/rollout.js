@@ -121,13 +121,23 @@ const isDialogue = (card) => card.n_turns > 1 || card.tools.length > 0 || card.t
 
 function dialogueParts(card) {
   const home = make("div", { class: "dialogue" });
-  const draw = () => home.replaceChildren(legend(card.tokens, modeOfTokens), ...card.turns.flatMap((turn, i) => [...segmentHead(card, i), dialogueTurn(card, turn, i)]));
+  const draw = () => home.replaceChildren(legend(card.tokens, modeOfTokens), ...card.turns.flatMap((turn, i) => [...segmentHead(card, i), dialogueTurn(card, turn, i)].map((part) => indented(part, card, i))));
   const select = modeSelect(draw);
   const all = lazyDetails("All tokens, as the model read them", () => tokenText(card.tokens, modeOfTokens));
   return [make("h3", {}, "Dialogue, coloured by ", select), home, all, tableOf(card)];
 }
 
 const segmentHead = (card, place) => card.segments.filter((segment) => segment.turn === place + 1).map((segment) => make("h4", {}, segment.about));
+
+// A segment that goes back to a turn stands below and to the right of that turn's.
+const DEPTH_MAX = 8;
+const segmentOf = (card, place) => card.segments.findLast((segment) => segment.turn <= place + 1);
+const depthOf = (card, segment) => (segment?.parent ? 1 + depthOf(card, segmentOf(card, segment.parent - 1)) : 0);
+
+function indented(part, card, place) {
+  part.style.marginLeft = `${1.5 * Math.min(DEPTH_MAX, depthOf(card, segmentOf(card, place)))}rem`;
+  return part;
+}
 
 function dialogueTurn(card, turn, place) {
   const seconds = [["model", turn.model_s], ["environment", turn.environment_s]].map(([who, value]) => (value === null ? "" : `${who} ${show(value, 2)} s`));

@@ -76,7 +76,7 @@ function legend(tokens, mode) {
   const ramp = make("span", { class: "ramp", "aria-hidden": "true" });
   ramp.style.background = `linear-gradient(to right, transparent, color-mix(in srgb, var(${MODES[mode].ramp}) 75%, transparent))`;
   return make("p", { class: "legend" }, paint.start, ramp, paint.end,
-    mode === "difference" ? " (red: less probable for the trainer)" : "", " · grey: not the policy's own");
+    mode === "difference" ? " (red: less probable for the trainer)" : "", " · grey: not trained");
 }
 
 function tokenTable(tokens) {
