@@ -21,8 +21,9 @@ import pytest
 from integrations.test_agent import CLIENT
 from integrations.test_agent_sessions import ask, door, end, sessions_folder
 from support.cases import printed_seed
-from support.faults import committed_digests, outcome
-from support.flow_runs import ForkedRuns
+from support.faults import outcome
+from support.fleet_servers import RegisteredServer
+from support.flow_runs import LATE_S, ROUNDS_MAX, ForkedRuns, reached, still_committed
 from support.run_factories import audit_round
 from support.sandboxes import reason_to_skip
 from support.scripted_policies import tool_run
@@ -33,12 +34,16 @@ from marin_rl.storage.tables.rollouts import iter_shards
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3 * 3600 if "MARIN_RL_KILLS" in os.environ else 1800),
     pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
 ]
 KILLS = int(os.environ.get("MARIN_RL_KILLS") or 3)
-ROUNDS = 3 * KILLS  # so that each kill may meet one
-LIFE_S_MAX = 6.5  # of processor time, of which a start takes 4
+LIFE_S_MIN, LIVES_MAX = 0.2, 1.5  # in seconds of processor time; times a start and one round
+REMOTE = (
+    "inference.endpoints=registered",
+    "inference.publish=pull",
+    "inference.fleet_timeout_s=600",
+)
 PROGRAM = """
 import time
 answer = ask(first)
@@ -70,7 +75,7 @@ def agents(place: Path, *overrides: str, sessions: Path | None = None) -> Config
         "eval_fraction": 0.5,
     }
     tool_run(place, {"name": "agent", "step_timeout_s": 120.0, "options": options}, 2, 2, 1024)
-    settings = (f"rounds={ROUNDS}", "sampling.max_tokens=96", f"sampling.stop={STOPS!r}")
+    settings = (f"rounds={ROUNDS_MAX}", "sampling.max_tokens=96", f"sampling.stop={STOPS!r}")
     commits = ("rollouts.commit_groups=true",)
     return load_config(place / "run.yaml", [*settings, *commits, *overrides])
 
@@ -85,27 +90,32 @@ def programs() -> list[int]:
     return found
 
 
-def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path) -> None:
-    choices = random.Random(printed_seed())
-    alone, config = agents(tmp_path / "alone"), agents(tmp_path / "killed")
-    assert forked_runs.run(alone) == 0, forked_runs.said()
-    known, killed = committed_digests(config), 0
+def check_kills(forked_runs: ForkedRuns, config: Config, alone: Config) -> None:
+    """Kill a run at random moments of starts and rounds; `alone` is what it must end as."""
+    choices, known = random.Random(printed_seed()), dict[str, str]()
+    life_s_max = LIVES_MAX * forked_runs.first_round_s(config)
     for _ in range(KILLS):
-        life_s = choices.uniform(0.2, LIFE_S_MAX)
-        killed += forked_runs.run(config, life_s=life_s) == -signal.SIGKILL
-        now = committed_digests(config)
-        assert known.items() <= now.items(), "something committed was lost or changed"
-        known = now
-        print(f"after {life_s:.1f} s: {len(known)} commits")
-    print(f"{killed} of {KILLS} kills met the run")
-    assert forked_runs.run(config) == 0, forked_runs.said()
-    assert outcome(config).same_as(outcome(alone)) == []
+        life_s = choices.uniform(LIFE_S_MIN, life_s_max)
+        ended = forked_runs.run(config, life_s=life_s, limit_s=LATE_S)
+        assert ended == -signal.SIGKILL, forked_runs.said()
+        known = still_committed(config, known)
+        print(f"after {life_s:.1f} s: {len(known)} commits, {reached(config)} rounds")
+    print(f"{forked_runs.check_end(config, alone)} rounds, {KILLS} kills")
+
+
+def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path) -> None:
+    config, alone = agents(tmp_path / "killed"), agents(tmp_path / "alone")
+    check_kills(forked_runs, config, alone)
 
 
 def test_programs_that_are_killed_cost_their_rollouts_alone(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    choices, config, ended = random.Random(printed_seed()), agents(tmp_path), threading.Event()
+    choices, config, ended = (
+        random.Random(printed_seed()),
+        agents(tmp_path, f"rounds={KILLS}"),
+        threading.Event(),
+    )
     killed = list[int]()
 
     def kill() -> None:
@@ -125,14 +135,14 @@ def test_programs_that_are_killed_cost_their_rollouts_alone(
         ended.set()
         killing.join()
     run, rollouts = Run.open(config.root, config.run_id), list[dict[str, Any]]()
-    for round in range(ROUNDS):
+    for round in range(KILLS):
         assert audit_round(run, round).offences == {}
         for table in iter_shards(run, round, ("rollout_id", "status", "error")):
             rollouts += table.to_pylist()
     print(
         f"{len(killed)} kills, {sum(row['status'] != 'complete' for row in rollouts)} not complete"
     )
-    assert len({row["rollout_id"] for row in rollouts}) == len(rollouts) == 4 * ROUNDS
+    assert len({row["rollout_id"] for row in rollouts}) == len(rollouts) == 4 * KILLS
     assert killed
 
 
@@ -153,29 +163,54 @@ def harness(url: str, ended: threading.Event) -> None:
 def test_sessions_elsewhere_survive_kills_of_their_run(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    choices, ended = random.Random(printed_seed()), threading.Event()
-    alone, config = (
-        agents(tmp_path / name, sessions=sessions_folder(tmp_path)) for name in ("alone", "killed")
+    ended = threading.Event()
+    config, alone = (
+        agents(tmp_path / name, sessions=sessions_folder(tmp_path)) for name in ("killed", "alone")
     )
-    with door(alone) as first, door(config) as second:
+    with door(config) as first, door(alone) as second:
         threads = [
             threading.Thread(target=harness, args=(url, ended)) for url in (first, second) * 2
         ]
         for thread in threads:
             thread.start()
         try:
-            assert forked_runs.run(alone) == 0, forked_runs.said()
-            known, killed = committed_digests(config), 0
-            for _ in range(KILLS):
-                life_s = choices.uniform(0.2, LIFE_S_MAX)
-                killed += forked_runs.run(config, life_s=life_s) == -signal.SIGKILL
-                now = committed_digests(config)
-                assert known.items() <= now.items(), "something committed was lost or changed"
-                known = now
-            assert forked_runs.run(config) == 0, forked_runs.said()
+            check_kills(forked_runs, config, alone)
         finally:
             ended.set()
             for thread in threads:
                 thread.join()
-    print(f"{killed} of {KILLS} kills met the run")
+
+
+def test_an_engine_that_is_killed_and_started_again_costs_nothing(
+    forked_runs: ForkedRuns, tmp_path: Path
+) -> None:
+    rounds = f"rounds={KILLS}"
+    config, alone = agents(tmp_path / "killed", rounds, *REMOTE), agents(tmp_path / "alone", rounds)
+    choices, run, ended = (
+        random.Random(printed_seed()),
+        Run.create_or_open(config),
+        threading.Event(),
+    )
+    killed = list[int]()
+
+    def kill() -> None:
+        for number in range(KILLS + 1):
+            engine = RegisteredServer(run, tmp_path / f"{number}.log")
+            engine.wait()
+            over = ended.wait(None if number == KILLS else choices.uniform(0, 3))
+            engine.kill()
+            if over:
+                break
+            killed.append(engine.requests)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    try:
+        assert forked_runs.run(config, limit_s=LATE_S) == 0, forked_runs.said()
+    finally:
+        ended.set()
+        killing.join()
+    print(f"{len(killed)} of {KILLS} kills met the run, after {killed} requests")
+    assert any(killed)
+    assert forked_runs.run(alone, limit_s=LATE_S) == 0, forked_runs.said()
     assert outcome(config).same_as(outcome(alone)) == []

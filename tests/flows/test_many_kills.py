@@ -10,19 +10,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.cases import printed_seed
-from support.faults import committed_digests, outcome
-from support.flow_runs import ForkedRuns, debug
+from support.faults import committed_digests
+from support.flow_runs import LATE_S, ROUNDS_MAX, ForkedRuns, debug, still_committed
 from support.prefect_server import PrefectServer
 
-from marin_rl.config import Config
-from marin_rl.storage.runs import Run, latest_checkpoint, round_of
-
 KILLS = 5
-ROUNDS_MAX = 100_000
 VICTIMS = ("flow", "flow", "flow", "flow", "server")
 # Rounds of a second, so that kills hit what they do and not only how they begin.
 LARGER = ("rollouts.groups_per_round=24", "sampling.max_tokens=24")
@@ -30,7 +25,6 @@ LIFE_S_MIN = 0.2  # of processor time, here and below
 LIVES_MAX = 1.5  # times what a start and one round take, undisturbed
 LIFE_S_MAX = 8.0  # a start takes 5; or the undisturbed run has hundreds of rounds to play after it
 AFTER_THE_SERVER_S = 1.0
-RUN_S_MAX = 7200.0  # of any start; the last plays the rounds of all lives without a pause
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +41,6 @@ def forked_runs(server: PrefectServer, tmp_path_factory: pytest.TempPathFactory)
     return ForkedRuns(tmp_path_factory.mktemp("forked") / "said", PREFECT_API_URL=server.url)
 
 
-def first_round_s(forked_runs: ForkedRuns, config: Config) -> float:
-    """Play the first round, undisturbed; the seconds of processor time that this took."""
-    once = config.model_copy(update={"rounds": 1})
-    assert forked_runs.run(once, limit_s=RUN_S_MAX) == 0, forked_runs.said()
-    return forked_runs.cpu_s
-
-
-def reached(config: Config) -> int:
-    """Rounds that are trained."""
-    if not Path(config.root, config.run_id, "run.json").exists():
-        return 0
-    found = latest_checkpoint(Run.open(config.root, config.run_id))
-    return 0 if found is None else round_of(found.slot.rpartition("/")[2]) or 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600 if "MARIN_RL_KILLS" in os.environ else 1800)
 def test_a_run_survives_many_kills(server, forked_runs, tmp_path):
@@ -69,32 +48,23 @@ def test_a_run_survives_many_kills(server, forked_runs, tmp_path):
     print(f"{count} kills")
     choices = random.Random(printed_seed())
     config = debug(tmp_path / "killed", f"rounds={ROUNDS_MAX}", *LARGER)
-    life_s_max = min(LIVES_MAX * first_round_s(forked_runs, config), LIFE_S_MAX)
+    life_s_max = min(LIVES_MAX * forked_runs.first_round_s(config), LIFE_S_MAX)
     known = committed_digests(config)
     killed, refused = {"flow": 0, "server": 0}, 0
     for _ in range(count):
         victim, life_s = choices.choice(VICTIMS), choices.uniform(LIFE_S_MIN, life_s_max)
         killed[victim] += 1
         if victim == "flow":
-            ended = forked_runs.run(config, life_s=life_s, limit_s=RUN_S_MAX)
+            ended = forked_runs.run(config, life_s=life_s, limit_s=LATE_S)
         else:
             longer_s, also_kill = life_s + AFTER_THE_SERVER_S, {server.pid: life_s}
-            ended = forked_runs.run(config, life_s=longer_s, also_kill=also_kill, limit_s=RUN_S_MAX)
+            ended = forked_runs.run(config, life_s=longer_s, also_kill=also_kill, limit_s=LATE_S)
             server.kill()
             server.start()
             refused += ended == 1  # no answer came when it was about to begin
         assert ended == -signal.SIGKILL or (victim, ended) == ("server", 1), forked_runs.said()
-        now = committed_digests(config)
-        assert known.items() <= now.items(), "something committed was lost or changed"
-        known = now
+        known = still_committed(config, known)
         print(f"{sum(killed.values())}: {victim} after {life_s:.1f} s, {len(known)} commits")
-    assert committed_digests(config) == known
-    rounds = reached(config) + 1
     print(f"killed {killed}, of the latter {refused} before the flow had begun")
-    print(f"{rounds - 1} rounds, {len(known)} commits before the last start")
-    last = config.model_copy(update={"rounds": rounds})
-    alone = debug(tmp_path / "alone", f"rounds={rounds}", *LARGER)
-    first_round_s(forked_runs, alone)  # which evaluates what it ends with, as above
-    for played in (last, alone):
-        assert forked_runs.run(played, limit_s=RUN_S_MAX) == 0, forked_runs.said()
-    assert outcome(last).same_as(outcome(alone)) == []
+    rounds = forked_runs.check_end(config, debug(tmp_path / "alone", *LARGER))
+    print(f"{rounds} rounds, {len(known)} commits before the last start")

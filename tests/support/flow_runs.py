@@ -26,11 +26,12 @@ from prefect import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import FlowRunSort
 from support.fault_injection import inject_faults
-from support.faults import NamedOperations
+from support.faults import NamedOperations, committed_digests, outcome
 from support.forked_python import START_PYTHON, fork_of, python
 
 from marin_rl.config import Config, load_config, parse_config
 from marin_rl.progress import ProgressEvent
+from marin_rl.storage.runs import Run, latest_checkpoint, round_of
 from marin_rl.types import SlotRef
 
 REPOSITORY = Path(__file__).parents[2]
@@ -63,6 +64,8 @@ class Played:
 
 
 RUN_S_MAX = 240.0
+LATE_S = 7200.0  # of a run that plays the rounds of many lives without a pause
+ROUNDS_MAX = 100_000  # of a run that is to be there for each kill
 POLL_S = 0.002  # where processor time is waited for
 END_POLL_S = 0.02  # where nothing but an end is, and looking more often costs a hundredth of a core
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -144,9 +147,43 @@ class ForkedRuns:
             starts += 1
         return starts, list(left)
 
+    def first_round_s(self, config: Config) -> float:
+        """Play the first round, undisturbed; the seconds of processor time that this took."""
+        once = config.model_copy(update={"rounds": 1})
+        assert self.run(once, limit_s=LATE_S) == 0, self.said()
+        return self.cpu_s
+
+    def check_end(self, killed: Config, alone: Config) -> int:
+        """End a run that was killed after its next round: it must be the one that nobody disturbed.
+
+        Both have begun with `first_round_s`, which evaluates what it ends with. Returns the rounds.
+        """
+        rounds = reached(killed) + 1
+        self.first_round_s(alone)
+        played = [each.model_copy(update={"rounds": rounds}) for each in (killed, alone)]
+        for config in played:
+            assert self.run(config, limit_s=LATE_S) == 0, self.said()
+        assert outcome(played[0]).same_as(outcome(played[1])) == []
+        return rounds
+
     def said(self) -> str:
         """The end of what the runs printed."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-4000:]
+
+
+def still_committed(config: Config, known: Mapping[str, str]) -> dict[str, str]:
+    """What a run has committed; all that was `known` of it must be there as it was."""
+    now = committed_digests(config)
+    assert known.items() <= now.items(), "something committed was lost or changed"
+    return now
+
+
+def reached(config: Config) -> int:
+    """Rounds that are trained."""
+    if not Path(config.root, config.run_id, "run.json").exists():
+        return 0
+    found = latest_checkpoint(Run.open(config.root, config.run_id))
+    return 0 if found is None else round_of(found.slot.rpartition("/")[2]) or 0
 
 
 def _cpu_s(process: int) -> float:
