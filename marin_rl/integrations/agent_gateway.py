@@ -47,6 +47,8 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
+        # what is left of a body that is too long is not read
+        self.headers = {"Connection": "close"} if status == 413 else None
 
 
 @dataclass(slots=True)
@@ -149,7 +151,7 @@ class Session:
                     self._waiting.pop(waiting.digest, None)
             except Refused as refused:
                 error = api.error(refused.status, str(refused), code=refused.code)
-                return JSONResponse(error, refused.status)
+                return JSONResponse(error, refused.status, refused.headers)
             except asyncio.CancelledError:
                 if self._ended:
                     return JSONResponse(api.error(409, ENDED), 409)

@@ -103,7 +103,7 @@ class OfferedSession(Session):
                 raise Refused(409, ENDED)
             outcome = outcome_of(orjson.loads(await body_of(request, REWARD_BYTES_MAX)))
         except Refused as refused:
-            return JSONResponse({"error": {"message": str(refused)}}, refused.status)
+            return _refusal(refused)
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         if isinstance(outcome, RewardFault):
@@ -160,7 +160,7 @@ class Door:
         try:
             body = await body_of(request)
         except Refused as refused:
-            return JSONResponse({"error": {"message": str(refused)}}, refused.status)
+            return _refusal(refused)
         return await self._ask(socket, request, path, body)
 
     async def _ask(self, socket: Path, request: Request, path: str, body: bytes) -> Response:
@@ -218,6 +218,11 @@ async def _left(request: Request) -> None:
     """Return once the client has gone; its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _refusal(refused: Refused) -> Response:
+    error = {"error": {"message": str(refused)}}
+    return JSONResponse(error, refused.status, refused.headers)
 
 
 def _ended() -> Response:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from support.run_factories import audit_round
 from support.sandboxes import reason_to_skip
-from support.scripted_policies import play, record, tool_run
+from support.scripted_policies import play, record, tool_run, write_tokenizer
+from support.templates import QWEN
 
 from marin_rl.analysis.query import answer_rows
 from marin_rl.batching.build import build_round
@@ -358,6 +359,8 @@ try:
     raise SystemExit("it has a network")
 except OSError:
     pass
+status, text = post("/completions", {"prompt": "x"})
+assert status == 404, text
 status, text = post("/chat/completions", {"messages": "none"})
 assert status == 400 and "messages" in text, text
 status, text = post("/chat/completions", {"messages": [{"role": "user", "content": "x" * 3000000}]})
@@ -412,6 +415,40 @@ def test_an_agent_that_breaks_a_limit_costs_its_rollout_alone(
         assert rollout.status == "error"
         assert rollout.error is not None
         assert re.search(error, rollout.error)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("x = bytes(1 << 30)", {"memory_bytes_max": 1 << 28}),
+        ("while True: os.fork()", {"processes_max": 16}),
+        ("os.kill(os.getpid(), 9)", {}),
+    ],
+)
+def test_an_agent_that_fails_is_scored_by_what_it_printed(
+    tmp_path: Path, program: str, options: dict[str, Any]
+) -> None:
+    said = "ask(first)\nprint('said', flush=True)\n"
+    for rollout in rollouts_of(configured(tmp_path, said + program, **options), count):
+        assert (rollout.status, rollout.reward) == ("complete", 4.0), rollout.error
+
+
+def test_messages_that_the_template_refuses_cost_their_rollout_alone(tmp_path: Path) -> None:
+    program = """
+answer = ask(first)
+if answer["content"] == "answer 0":
+    ask([{"role": "system", "content": "name the task"}, *first])
+print("done")
+"""
+    config = configured(tmp_path, program)
+    refusing = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + QWEN
+    write_tokenizer(tmp_path / "tokenizer", refusing, "<|im_end|>")
+    numbers = itertools.count()
+    refused, other = sorted(
+        rollouts_of(config, lambda *_: f"answer {next(numbers)}"), key=lambda r: r.reward or 0
+    )
+    assert (other.status, other.reward) == ("complete", 4.0)
+    assert (refused.status, refused.finish_reason, refused.reward) == ("truncated", "bridge", 0.0)
 
 
 def test_a_changed_program_is_another_environment(tmp_path: Path) -> None:

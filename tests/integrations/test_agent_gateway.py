@@ -156,6 +156,25 @@ def test_an_unreadable_request_is_an_error_in_the_shape_of_its_api(
     run(tmp_path, None, body)
 
 
+def test_a_body_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1024):
+            yield bytes(1 << 20)
+            sent += 1
+
+    async def body(_: Session, client: httpx.AsyncClient) -> None:
+        with suppress(httpx.WriteError):  # the session has closed the connection
+            assert (await client.post("/v1/responses", content=pieces())).status_code == 413
+        asked = await client.post("/v1/responses", json={"input": "x"})
+        assert asked.status_code == 200
+
+    run(tmp_path, ANSWERS["text"], body)
+    assert sent < 128
+
+
 def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
