@@ -195,7 +195,7 @@ def test_an_engine_that_is_killed_and_started_again_costs_nothing(
 
     def kill() -> None:
         for number in range(KILLS + 1):
-            engine = RegisteredServer(run, tmp_path / f"{number}.log")
+            engine = RegisteredServer(run, tmp_path / f"{number}.log", "--trust")
             engine.wait()
             over = ended.wait(None if number == KILLS else choices.uniform(0, 3))
             engine.kill()
