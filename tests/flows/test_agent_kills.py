@@ -184,8 +184,9 @@ def test_sessions_elsewhere_survive_kills_of_their_run(
 def test_an_engine_that_is_killed_and_started_again_costs_nothing(
     forked_runs: ForkedRuns, tmp_path: Path
 ) -> None:
-    rounds = f"rounds={KILLS}"
-    config, alone = agents(tmp_path / "killed", rounds, *REMOTE), agents(tmp_path / "alone", rounds)
+    config, alone = (
+        agents(tmp_path / name, f"rounds={KILLS}", *REMOTE) for name in ("killed", "alone")
+    )
     choices, run, ended = (
         random.Random(printed_seed()),
         Run.create_or_open(config),
@@ -212,5 +213,9 @@ def test_an_engine_that_is_killed_and_started_again_costs_nothing(
         killing.join()
     print(f"{len(killed)} of {KILLS} kills met the run, after {killed} requests")
     assert any(killed)
-    assert forked_runs.run(alone, limit_s=LATE_S) == 0, forked_runs.said()
+    engine = RegisteredServer(Run.create_or_open(alone), tmp_path / "alone.log", "--trust")
+    try:
+        assert forked_runs.run(alone, limit_s=LATE_S) == 0, forked_runs.said()
+    finally:
+        engine.end()
     assert outcome(config).same_as(outcome(alone)) == []

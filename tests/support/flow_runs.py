@@ -172,7 +172,7 @@ class ForkedRuns:
 
 
 def still_committed(config: Config, known: Mapping[str, str]) -> dict[str, str]:
-    """What a run has committed; all that was `known` of it must be there as it was."""
+    """Return the commits of a run; all that were `known` must be there as they were."""
     now = committed_digests(config)
     assert known.items() <= now.items(), "something committed was lost or changed"
     return now
