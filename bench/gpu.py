@@ -13,6 +13,7 @@ a data sheet.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -170,41 +171,46 @@ def decode(options: argparse.Namespace) -> Iterator[Figures]:
     sizes = standard(Work()) if tiny else HALF_BILLION
     dtype = jnp.dtype("float32" if tiny else "bfloat16")
     spec, weights = read_model(model_of(*sizes))
-    fused = jax.tree.map(lambda leaf: leaf.astype(dtype), fused_weights(spec, weights, dtype))
-    held, steps, context = bytes_of(fused), 4 if tiny else 16, 256 if tiny else 2048
-    del weights
-    for slots in (4,) if tiny else (1, 64, 256):
-        for whole in (False, True):
-            cache = kv_cache.empty_cache(spec, slots, context, dtype, whole=whole)
-            rotary = rotary_table(spec, kv_cache.cache_length(cache))
-            turning = fused._replace(ends=fused.ends._replace(rotary=rotary))
-            read = held + bytes_of(cache) // 2
+    steps, context = (4, 256) if tiny else (16, 2048)
+    forms = {
+        "blocks": {},
+        "one block": {"whole": True},
+        "layers in a scan": {"whole": True, "stacked": True},
+    }
+    for form, slots in itertools.product(forms, (4,) if tiny else (1, 64, 256)):
+        stacked = "stacked" in forms[form]
+        fused = fused_weights(spec, weights, dtype, stacked=stacked)
+        held = bytes_of(fused)
+        cache = kv_cache.empty_cache(spec, slots, context, dtype, **forms[form])
+        rotary = rotary_table(spec, kv_cache.cache_length(cache))
+        turning = fused._replace(ends=fused.ends._replace(rotary=rotary))
+        read = held + bytes_of(cache) // 2
 
-            def run(weights: Any, cache: Any, tokens: Any) -> Any:
-                def body(number: Any, state: Any) -> Any:
-                    cache, tokens = state
-                    at = jnp.full(len(tokens), context // 2, jnp.int32) + number
-                    logits, cache = decoder.decode_step(spec, weights, cache, tokens, at)
-                    return cache, jnp.argmax(logits, -1).astype(jnp.int32)
+        def run(weights: Any, cache: Any, tokens: Any) -> Any:
+            def body(number: Any, state: Any) -> Any:
+                cache, tokens = state
+                at = jnp.full(len(tokens), context // 2, jnp.int32) + number
+                logits, cache = decoder.decode_step(spec, weights, cache, tokens, at)
+                return cache, jnp.argmax(logits, -1).astype(jnp.int32)
 
-                return jax.lax.fori_loop(0, steps, body, (cache, tokens))
+            return jax.lax.fori_loop(0, steps, body, (cache, tokens))
 
-            program = jax.jit(run, donate_argnums=1)
-            tokens, times = jnp.zeros(slots, jnp.int32), list[float]()
-            for _ in range(4):
-                started = time.perf_counter()
-                cache, tokens = jax.block_until_ready(program(turning, cache, tokens))
-                times.append(time.perf_counter() - started)
-            step_s = sorted(times[1:])[1] / steps
-            del cache
-            yield {
-                "slots": slots,
-                "cache": "one block" if whole else "blocks",
-                "step_ms": round(1000 * step_s, 3),
-                "tokens_per_second": round(slots / step_s),
-                "gb_s_of_weights_and_half_the_cache": round(read / step_s / 1e9, 1),
-                "first_call_s": round(times[0], 1),
-            }
+        program = jax.jit(run, donate_argnums=1)
+        tokens, times = jnp.zeros(slots, jnp.int32), list[float]()
+        for _ in range(4):
+            started = time.perf_counter()
+            cache, tokens = jax.block_until_ready(program(turning, cache, tokens))
+            times.append(time.perf_counter() - started)
+        step_s = sorted(times[1:])[1] / steps
+        del cache
+        yield {
+            "slots": slots,
+            "form": form,
+            "step_ms": round(1000 * step_s, 3),
+            "tokens_per_second": round(slots / step_s),
+            "gb_s_of_weights_and_half_the_cache": round(read / step_s / 1e9, 1),
+            "first_call_s": round(times[0], 1),
+        }
 
 
 def round_(options: argparse.Namespace) -> Iterator[Figures]:

@@ -7,12 +7,13 @@ the device (`decoder`, `sampling`) and the order in which requests come (`schedu
 Axes: S sequence slots, C steps of a chunk, N stop tokens of a sequence, P positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from marin_rl.inference.generation import (
     STOP_TOKENS_MAX,
@@ -150,6 +151,8 @@ class RunningBatch:
         self._running: list[RunningSequence | None] = [None] * slots
         self._prefixes: list[CachedPrefix | None] = [None] * slots
         self.kept = KeptPrefixes(slots)
+        # slots of which the host has set inputs since a chunk was dispatched, all before the first
+        self._set_S = np.ones(slots, np.bool_)
         self._used = 0
         self.evictions = 0
         self.inputs = SlotInputs(
@@ -174,16 +177,16 @@ class RunningBatch:
     @property
     def begun(self) -> list[int]:
         """Sequence slots of samples that have no token yet."""
-        return [slot for slot, running in self._sequences() if not running.tokens]
+        return [slot for slot, running in self.sequences() if not running.tokens]
 
-    def _sequences(self) -> list[tuple[int, RunningSequence]]:
+    def sequences(self) -> list[tuple[int, RunningSequence]]:
         """Running sequences with their slots, in order; a copy, as some may end meanwhile."""
         every = enumerate(self._running)
         return [(slot, running) for slot, running in every if running is not None]
 
     def streams_alone(self, most: int) -> bool:
         """True if at most `most` sequences run, each of a request that is streamed."""
-        running = self._sequences()
+        running = self.sequences()
         return len(running) <= most and all(each.job.streams for _, each in running)
 
     def free(self) -> list[int]:
@@ -192,7 +195,7 @@ class RunningBatch:
         return sorted(empty, key=self.kept.used_S.__getitem__)
 
     def jobs(self) -> list[Job]:
-        return list(dict.fromkeys(running.job for _, running in self._sequences()))
+        return list(dict.fromkeys(running.job for _, running in self.sequences()))
 
     def assign(
         self, prefix: CachedPrefix, job: Job, index: int, *, continues: bool = False
@@ -219,6 +222,7 @@ class RunningBatch:
         # also of slots that will be empty: sharing compares a slot with the first of its group, in
         # use or not
         self._prefixes[seq_slot] = prefix
+        self._set_S[seq_slot] = True
         inputs.token_S[seq_slot] = prompt[-1]
         inputs.position_S[seq_slot] = len(prompt) - 1
         inputs.remaining_S[seq_slot] = sampling.max_tokens
@@ -241,7 +245,7 @@ class RunningBatch:
         From now on they count as computed by `weights`, which the caller does next.
         """
         prefixes: list[CachedPrefix] = []
-        for seq_slot, running in self._sequences():
+        for seq_slot, running in self.sequences():
             if running.prefix is None or running.prefix.key.weights is weights:
                 continue
             ids = self._computed(seq_slot, running)
@@ -260,7 +264,7 @@ class RunningBatch:
 
     def cached(self, key: PrefixKey) -> list[CachedPrefix]:
         """Prefixes with this key in the slots that are in use."""
-        prefixes = [running.prefix for _, running in self._sequences()]
+        prefixes = [running.prefix for _, running in self.sequences()]
         return [prefix for prefix in prefixes if prefix is not None and prefix.key == key]
 
     def shared_positions(self, share: int) -> int:
@@ -269,7 +273,7 @@ class RunningBatch:
         A slot in use needs the first of its `share`, in use or not, to begin with the same prefix.
         """
         shortest = 0
-        for seq_slot, running in self._sequences():
+        for seq_slot, running in self.sequences():
             first = self._prefixes[seq_slot - seq_slot % share]
             if running.prefix is None or first is None or running.prefix.key != first.key:
                 # the bound is one number for all slots, so one that differs rules sharing out for
@@ -283,7 +287,7 @@ class RunningBatch:
     def constrain(self) -> list[tuple[Job, Exception]]:
         """Ask every constraint for its next mask; return the jobs where one failed, and why."""
         failed: list[tuple[Job, Exception]] = []
-        for seq_slot, running in self._sequences():
+        for seq_slot, running in self.sequences():
             if running.job.request.constraint is None:
                 continue
             try:
@@ -300,13 +304,14 @@ class RunningBatch:
         return failed
 
     def release(self, job: Job) -> None:
-        for seq_slot, running in self._sequences():
+        for seq_slot, running in self.sequences():
             if running.job is job:
                 self._empty(seq_slot)
 
     def _empty(self, seq_slot: int) -> None:
         # `_prefixes` keeps its entry: the cache begins with it until the slot is assigned again
         self._running[seq_slot] = None
+        self._set_S[seq_slot] = True
         self.inputs.remaining_S[seq_slot] = 0
         # neutral values: a filter that any row asks for is computed for every row
         sampling = self.inputs.sampling
@@ -314,15 +319,33 @@ class RunningBatch:
         sampling.top_k_S[seq_slot] = sampling.min_p_S[seq_slot] = 0
         self.extras.empty(seq_slot)
 
-    def advance(self, chunk: Chunk, policy: Policy, *, keeps: bool) -> list[tuple[Job, Delta]]:
-        """Append a policy's chunk to the running sequences; return the deltas, by sequence slot.
+    def take_unread(self) -> Bool[np.ndarray, " S"]:
+        """Slots that go on from the chunk before the one that is dispatched now."""
+        unread_S, self._set_S = ~self._set_S, np.zeros_like(self._set_S)
+        return unread_S
+
+    def still(
+        self, sequences: Sequence[tuple[int, RunningSequence]]
+    ) -> list[tuple[int, RunningSequence]]:
+        """Those of `sequences` that run still: others have ended, or were cancelled, meanwhile."""
+        return [(slot, one) for slot, one in sequences if self._running[slot] is one]
+
+    def advance(
+        self,
+        chunk: Chunk,
+        sequences: Sequence[tuple[int, RunningSequence]],
+        policy: Policy,
+        *,
+        keeps: bool,
+    ) -> list[tuple[Job, Delta]]:
+        """Append a policy's chunk to its `sequences`; return the deltas, by sequence slot.
 
         With `keeps` the cache of an ended sequence is kept if these weights computed all of it.
         """
         added: list[tuple[Job, Delta]] = []
         # copied from the device only for requests that read them
         report = chunk.report() if self.extras.reported else None
-        for seq_slot, running in self._sequences():
+        for seq_slot, running in self.still(sequences):
             count = int(chunk.counts_S[seq_slot])
             if count == 0:
                 continue
@@ -368,12 +391,14 @@ class RunningBatch:
                 running.finish_reason = "stop"
         return len(running.tokens) - before
 
-    def not_finite(self, chunk: Chunk) -> dict[int, Job]:
+    def not_finite(
+        self, chunk: Chunk, sequences: Sequence[tuple[int, RunningSequence]]
+    ) -> dict[int, Job]:
         """Requests by sequence slot of which a chunk's logprobs are not all finite."""
         # columns past a row's count were not sampled
         sampled = np.arange(chunk.logprobs_SC.shape[1]) < chunk.counts_S[:, None]
         bad_S = (sampled & ~np.isfinite(chunk.logprobs_SC)).any(axis=1)
-        return {slot: running.job for slot, running in self._sequences() if bad_S[slot]}
+        return {slot: running.job for slot, running in self.still(sequences) if bad_S[slot]}
 
 
 def _delta(

@@ -104,12 +104,13 @@ class Shapes:
     adapter_rank: int = 0
     own: str = ""  # layout of weights that lie quantised, and of the model's own adapter
     whole: bool = False  # a layer's cache is one block
+    stacked: bool = False  # layers run in a scan
 
     @property
     def cache(self) -> Cache:
         dtype = np.dtype(self.dtype)
         sizes = self.spec, self.slots, self.context_length, dtype
-        return jax.eval_shape(lambda: empty_cache(*sizes, whole=self.whole))
+        return jax.eval_shape(lambda: empty_cache(*sizes, whole=self.whole, stacked=self.stacked))
 
 
 def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance:
@@ -151,7 +152,7 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     shape_facts = asdict(shapes) | {"spec": shapes.spec.facts()}
     if not shapes.adapters:  # as records of engines without adapters always were
         del shape_facts["adapters"], shape_facts["adapter_rank"]
-    for name in ("own", "whole"):
+    for name in ("own", "whole", "stacked"):
         if not shape_facts[name]:
             del shape_facts[name]
     adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
@@ -320,9 +321,10 @@ class Prover:
         Only products are tried, as all else works on one position at a time.
         """
         products = jax.jit(decoder.prompt_products, static_argnums=0)
-        first = self._fused.all_layers(self._shapes.spec)[0]
+        first = self._fused.layer(self._shapes.spec, 0)
         for bucket in self._buckets:
-            tile = decoder.prefill_tile(self._shapes.prefill_rows, bucket)
+            rows, whole = self._shapes.prefill_rows, self._shapes.whole
+            tile = decoder.prefill_tile(rows, bucket, whole=whole)
             if tile == 1:
                 continue
             shape = tile, bucket, self._shapes.spec.width
@@ -381,7 +383,7 @@ class Prover:
         by_step = [sampled.tokens_CS, sampled.logprobs_CS, *sampled.reports]
         by_row = [np.moveaxis(np.asarray(array)[: self._steps], 1, 0) for array in by_step]
         # the last layer depends on all others: its first block and its last
-        blocks = [np.asarray(array) for block in (cache[-1][0], cache[-1][-1]) for array in block]
+        blocks = list(map(np.asarray, jax.tree.leaves((cache[-1][0], cache[-1][-1]))))
         return [[array[row] for array in (*by_row, *blocks)] for row in range(len(tokens_S))]
 
     def _decode(

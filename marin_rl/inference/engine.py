@@ -65,8 +65,8 @@ class Engine:
     """Continuous batching over `config.slots` sequences of at most `context_length` tokens.
 
     `stop_token_ids` end every completion (the tokenizer's end of sequence); `decode` turns ids into
-    text, and is needed only for requests with stop strings. With `grows` cache and
-    programs follow the load (`growing_runner`): on one device, without prefix cache and adapters.
+    text, and is needed only for requests with stop strings. With the programs of `GrowingRunner`
+    they and the cache follow the load: on one device, without prefix cache and adapters.
     Raises InputError for a model that it cannot decode faithfully.
     """
 
@@ -81,10 +81,9 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
         dtype: jnp.dtype | type = jnp.float32,
-        grows: bool = False,
+        programs: type[Runner] = Runner,
     ) -> None:
-        kind = GrowingRunner if grows else Runner
-        runner = self._runner = kind(model, config, context_length, jnp.dtype(dtype))
+        runner = self._runner = programs(model, config, context_length, jnp.dtype(dtype))
         self.spec = runner.spec
         self.context_length = context_length
         self.stats = EngineStats()
@@ -288,9 +287,10 @@ class Engine:
             while self._wait_for_work():
                 self._step()
                 with self._changed:
-                    # `pause` waits for this
-                    self._in_step = False
+                    # `pause` waits for this: no chunk is on its way any more
+                    self._in_step = self._steps.in_flight
                     self._changed.notify_all()
+            self._steps.settle()
         finally:
             self._runner.close()
             with self._changed:
@@ -309,7 +309,9 @@ class Engine:
                 self._pending.drop_cancelled()
                 # here too: a load waits for it while the engine is idle or paused
                 self.adapters.write()
-                if self.paused or not (self._pending.queue or self._batch.active):
+                if self._rests:
+                    if self._steps.in_flight:  # it is read before anything waits
+                        return True
                     self._idle()
                     continue
                 if self._batch.active == 0:
@@ -319,6 +321,10 @@ class Engine:
                     self._in_step = not self._closing
                     return not self._closing
             return False
+
+    @property
+    def _rests(self) -> bool:
+        return self.paused or not (self._pending.queue or self._batch.active)
 
     def _idle(self) -> None:
         """Wait for a change, and free memory: at once where `pause` or `sleep` asks for it.
@@ -369,5 +375,8 @@ class Engine:
             if self._reset_prefixes:
                 self._batch.kept.drop_all()
                 self._reset_prefixes = False
-            plan = self._steps.plan(policy)
-        self._steps.run(plan, policy)
+            plan = None if self._rests else self._steps.plan(policy)
+        if plan is None:
+            self._steps.settle()
+        else:
+            self._steps.run(plan, policy)

@@ -9,7 +9,9 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import jax
@@ -152,8 +154,24 @@ class PendingRequests:
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A chunk on its way: the sequences that it samples for, by a policy, and the call that waits.
+
+    What it samples for sequences that end before it is read is dropped.
+    """
+
+    read: Callable[[], Chunk]
+    policy: Policy
+    sequences: list[tuple[int, RunningSequence]]
+
+
 class EngineStep:
-    """A step of an engine with the programs of `runner`."""
+    """A step of an engine with the programs of `runner`.
+
+    Where the plan is to go `ahead`, a step reads the chunk of the step before it, while the device
+    computes its own: what ends a sequence is known a chunk late.
+    """
 
     def __init__(
         self, runner: Runner, batch: RunningBatch, pending: PendingRequests, stats: EngineStats
@@ -161,6 +179,7 @@ class EngineStep:
         self._runner, self._batch, self._pending = runner, batch, pending
         self._stats = stats
         self._chunk_steps, self._slots = runner.plan.chunk_steps, runner.lanes.slots
+        self._flight: Flight | None = None
 
     def plan(self, policy: Policy) -> Schedule:
         """Assign waiting samples to free sequence slots. Under the lock of the requests."""
@@ -176,9 +195,21 @@ class EngineStep:
             keeps_prefixes=self._runner.plan.keeps_prefixes,
         )
 
+    @property
+    def in_flight(self) -> bool:
+        """True while a chunk is on its way that was not read yet."""
+        return self._flight is not None
+
+    def settle(self) -> None:
+        """Wait for the chunk that is on its way, if one is, and hand out what it sampled."""
+        with self._device_failures():
+            self._land()
+
     def run(self, plan: Schedule, policy: Policy) -> None:
         self._notify_scheduled(plan, policy)
-        try:
+        with self._device_failures():
+            if self._flight is not None and self._flight.policy is not policy:
+                self._land()  # so that there is one copy of weights, and one cache to recompute
             self._runner.fit(self._batch.inputs, self._batch.begun, self._chunk_steps)
             # requests that `on_scheduled` refused have ended
             self._score(policy, [job for job in plan.to_score if not job.ended])
@@ -188,14 +219,42 @@ class EngineStep:
             # between prefill and decode: a mask holds for the token that comes next
             for job, error in self._batch.constrain():
                 self._pending.fail([job], "its constraint failed", error)
-            if self._batch.active == 0:
-                return
-            chunk = self._decode(policy)
-            self._refuse_nonfinite(chunk)
-            keeps = self._runner.plan.keeps_prefixes
-            added = self._batch.advance(chunk, policy, keeps=keeps)
-            self._emit(added, policy)
+            last = self._flight
+            if self._batch.active:
+                self._flight = self._decode(policy)
+                if last is not None:
+                    self._hand_out(last)
+            if (
+                not self._runner.plan.ahead
+                or self._batch.extras.needs_tokens
+                or not self._batch.active
+            ):
+                self._land()
+
+    def _land(self) -> None:
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._hand_out(flight)
+
+    def _hand_out(self, flight: Flight) -> None:
+        """Read a chunk, give its tokens to the listeners, and resolve finished requests."""
+        started = time.monotonic()
+        chunk = flight.read()
+        self._stats.decode_s += time.monotonic() - started
+        self._stats.slot_steps += chunk.slot_steps
+        self._stats.busy_slot_steps += int(chunk.counts_S.sum())
+        self._refuse_nonfinite(chunk, flight)
+        keeps = self._runner.plan.keeps_prefixes
+        added = self._batch.advance(chunk, flight.sequences, flight.policy, keeps=keeps)
+        self._emit(added, flight.policy)
+
+    @contextmanager
+    def _device_failures(self) -> Iterator[None]:
+        """Fail the requests that have begun where the device fails in the block."""
+        try:
+            yield
         except jax.errors.JaxRuntimeError as error:
+            self._flight = None
             failure: Exception = error
             if is_out_of_memory(error):
                 failure = out_of_memory("a step of the engine", ENGINE_KEYS, error)
@@ -291,8 +350,9 @@ class EngineStep:
         if plan.copies:
             self._runner.copy(plan.copies)
             self._stats.copied_prompts += len(plan.copies)
-        if plan.jobs:
-            # JAX only queues the work: without this the prefill would count as time of decoding
+        if plan.jobs and self._flight is None:
+            # JAX only queues the work: without this the prefill would count as time of decoding, as
+            # it does behind a chunk that is on its way, for which nobody waits here
             self._runner.wait()
         now = time.monotonic()
         self._stats.prefill_s += now - started
@@ -300,7 +360,8 @@ class EngineStep:
             # samples may be scheduled in several steps: the first one's time counts
             job.prefilled_at = job.prefilled_at or now
 
-    def _decode(self, policy: Policy) -> Chunk:
+    def _decode(self, policy: Policy) -> Flight:
+        """Dispatch a chunk for the running sequences."""
         started = time.monotonic()
         extras = self._batch.extras
         # a constraint's mask holds for one token
@@ -311,16 +372,15 @@ class EngineStep:
         # before every chunk: a sample that ended, or one that began, changes what neighbours share
         shared = self._batch.shared_positions(SHARE) if self._runner.plan.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
-        chunk = self._runner.decode(policy, self._batch.inputs, extras, limits)
+        sequences, unread_S = self._batch.sequences(), self._batch.take_unread()
+        read = self._runner.decode(policy, self._batch.inputs, extras, limits, unread_S)
         self._stats.decode_s += time.monotonic() - started
         self._stats.chunks += 1
-        self._stats.slot_steps += chunk.slot_steps
-        self._stats.busy_slot_steps += int(chunk.counts_S.sum())
-        return chunk
+        return Flight(read=read, policy=policy, sequences=sequences)
 
-    def _refuse_nonfinite(self, chunk: Chunk) -> None:
+    def _refuse_nonfinite(self, chunk: Chunk, flight: Flight) -> None:
         """Fail requests whose logits are not finite, and clean their part of the cache."""
-        bad = self._batch.not_finite(chunk)
+        bad = self._batch.not_finite(chunk, flight.sequences)
         if not bad:
             return
         # masked positions are multiplied by zero, and NaN times zero is NaN: the next sequence in

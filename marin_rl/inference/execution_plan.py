@@ -51,14 +51,18 @@ class ExecutionPlan:
     """Lanes of `slots` sequence slots, and what is proven of programs of these shapes.
 
     `can_share`: slots side by side could read a common prompt's cache once; whether they do is
-    decided by what is proven. `whole`: a layer's cache is one block. `own` is the layout of weights
-    that lie quantised, and of the model's own adapter.
+    decided by what is proven. `whole`: a layer's cache is one block. `stacked`: layers run in a
+    scan, so that programs compile in the same time however many there are. `ahead`: a chunk is
+    dispatched before the one before it is read. `own` is the layout of weights that lie quantised,
+    and of the model's own adapter.
     """
 
     spec: Spec
     lanes: Lanes
     can_share: bool
     whole: bool
+    stacked: bool
+    ahead: bool
     context_length: int
     chunk_steps: int
     prefill_rows: int
@@ -85,6 +89,7 @@ class ExecutionPlan:
             adapter_rank=self.bank_sizes.rank,
             own=self.own,
             whole=self.whole,
+            stacked=self.stacked,
         )
 
     @property
@@ -134,6 +139,7 @@ def first_plan(
     Raises InputError for lanes that do not divide the slots, or that a mesh cannot have.
     """
     weights_bytes, adapters = nbytes(weights), config.adapters_max
+    accelerator = jax.default_backend() != "cpu"
     rank = config.adapter_rank_max or ADAPTER_RANK
     lanes = lanes_for(config.lanes, config.slots, weights_bytes=weights_bytes, on_mesh=on_mesh)
     return ExecutionPlan(
@@ -147,7 +153,11 @@ def first_plan(
             together=SHARE,
         ),
         # each block of a step is a conditional, for which an accelerator waits for the host
-        whole=jax.default_backend() != "cpu",
+        whole=accelerator,
+        stacked=accelerator and not on_mesh and not adapters,
+        # where the host has cores of its own to work on: a CPU would gain nothing, and a sample
+        # that waits gets its slot a chunk later
+        ahead=accelerator and lanes.count == 1,
         context_length=context_length,
         chunk_steps=config.chunk_steps,
         prefill_rows=config.prefill_rows,
@@ -173,7 +183,7 @@ def _prove(
     plan: ExecutionPlan, weights: Weights, rotary: Rotary, put: Callable[[Any], Any]
 ) -> Invariance:
     """Run the trials, with random adapters where the engine has room for some."""
-    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
+    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype, stacked=plan.stacked)
     if nbytes(weights) <= LANE_WEIGHTS_BYTES_MAX:
         fused = random_weights(jax.eval_shape(fuse, weights), put)
         fused = fused._replace(ends=fused.ends._replace(rotary=rotary))
@@ -210,6 +220,7 @@ def _fall_back(plan: ExecutionPlan) -> ExecutionPlan:
             # a lane for each slot; no lane then has two slots that could share a prompt
             lanes=Lanes(slots, slots),
             can_share=False,
+            ahead=False,
             # proven for lanes of another size
             invariance=replace(plan.invariance, continued=False, continued_singly=False),
         )

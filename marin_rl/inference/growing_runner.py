@@ -17,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from marin_rl.compilation import nbytes
 from marin_rl.cpu_streams import Lanes
@@ -58,7 +58,7 @@ class GrowingRunner(Runner):
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
-        whole = replace(plan, lanes=lanes, can_share=False, grows=True)
+        whole = replace(plan, lanes=lanes, can_share=False, ahead=False, stacked=False, grows=True)
         self._whole, self.programs = whole, set[str]()  # those that are compiled
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
@@ -149,9 +149,12 @@ class GrowingRunner(Runner):
         fused = self._decoder(policy)
         for (bucket, _), own in sorted(prompts.items(), key=lambda item: item[0]):
             # a lone prompt does not pay for others, and several share each read of the weights
-            rows = 1 if len(own) == 1 else prefill_tile(self.plan.prefill_rows, bucket)
+            rows = 1 if len(own) == 1 else self._tile(bucket)
             for start in range(0, len(own), rows):
                 self._run_prompts(fused, bucket, own[start : start + rows], rows)
+
+    def _tile(self, bucket: int) -> int:
+        return prefill_tile(self.plan.prefill_rows, bucket, whole=self.plan.whole)
 
     def _run_prompts(self, fused: Decoder, bucket: int, prompts: list[Prompt], rows: int) -> None:
         # an array for each: the program before may still read its own
@@ -182,8 +185,13 @@ class GrowingRunner(Runner):
         return int(np.flatnonzero(self._slot_R == seq_slot)[0])
 
     def decode(
-        self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
-    ) -> Chunk:
+        self,
+        policy: Policy,
+        inputs: SlotInputs,
+        extras: ExtraRows,
+        limits: Limits,
+        unread_S: Bool[np.ndarray, " S"] | None = None,
+    ) -> Callable[[], Chunk]:
         self.memory.wake()
         used_R = self._slot_R != EMPTY
         slot_R = np.where(used_R, self._slot_R, 0)
@@ -196,7 +204,8 @@ class GrowingRunner(Runner):
             sampled = self._layers.decode(self._decoder(policy), layers, chunk)
             jax.block_until_ready(sampled)
             self.memory.caches[0] = tuple(layers)
-        return self._chunk(sampled, reported=extras.reported)
+        read = self._chunk(sampled, reported=extras.reported)
+        return lambda: read
 
     def _chunk(self, sampled: SampledChunk, *, reported: bool) -> Chunk:
         used_R = self._slot_R != EMPTY

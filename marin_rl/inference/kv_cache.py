@@ -4,8 +4,9 @@ The cache of a layer is a tuple of blocks of B positions. On a host keys lie as 
 that both of attention's products read contiguous memory; each block is a separate array, so that a
 block past the longest sequence is skipped without a copy, and one that slots share is read once for
 all. On an accelerator, where each such choice would wait for the host, a layer has one block that
-every write and every look goes to (`WholeBlock`), and on a GPU a kernel that reads each slot as far
-as it goes. Leaves out what the keys and values are (`decoder`).
+every write and every look goes to (`WholeBlock`), or all layers have one (`StackedBlock`), and on a
+GPU a kernel reads each slot as far as it goes (`decode_kernel`). Leaves out what the keys and
+values are (`decoder`).
 
 Axes: S sequence slots, B positions of a block, K key/value heads, G query heads per key/value head,
 H head size, M positions of pieces of prompts, R prompts of one prefill, P positions of a bucket;
@@ -36,8 +37,9 @@ BLOCK_MIN = 64
 BLOCKS_MAX = 12
 
 
-# Positions of a step of the GPU's kernel, and programs that share a long sequence between them.
-KERNEL_POSITIONS, KERNEL_SPLITS_MAX = 128, 16
+# Positions of a step of the GPU's kernel, and the first generation of cards that has what kernels
+# multiply with (Ampere).
+KERNEL_POSITIONS, CAPABILITY_MIN = 128, 8.0
 
 
 class Block(NamedTuple):
@@ -63,7 +65,23 @@ class WholeBlock(NamedTuple):
         return jnp.swapaxes(self.keys, -1, -2)  # part of the product: nothing is copied
 
 
-Blocks = tuple[Block, ...] | tuple[WholeBlock]  # of a layer
+class StackedBlock(NamedTuple):
+    """All positions of the caches of all layers, which a scan over layers carries.
+
+    `layer` is the one that is written and read in place, None where none is.
+    """
+
+    keys: Float[Array, "S L K B H"]
+    values: Float[Array, "S L K B H"]
+    layer: Any = None
+
+    def of_slots(self, slots: Any) -> WholeBlock:
+        """A copy of the layer's cache of some slots."""
+        return WholeBlock(self.keys[slots, self.layer], self.values[slots, self.layer])
+
+
+# Of a layer; of a stacked cache the first layer's are those of all.
+Blocks = tuple[Block, ...] | tuple[WholeBlock] | tuple[StackedBlock]
 Cache = tuple[Blocks, ...]
 
 
@@ -102,7 +120,10 @@ def attend_pieces(
         def extend(state, block=block, start=start):
             visible = limits.visible(start + jnp.arange(size), positions_M[:, None])
             # gathered block by block: of all slots at once it would be a second cache
-            own = jax.tree.map(lambda leaf: leaf[slot_N], block)
+            if isinstance(block, StackedBlock):
+                own = block.of_slots(slot_N)
+            else:
+                own = jax.tree.map(lambda leaf: leaf[slot_N], block)
             return _extend_softmax(state, query_MKGH, own, visible, times, limits.cap)
 
         # every piece reads the first block
@@ -130,14 +151,16 @@ def attend(
     instruction set and the shapes. The engine shares where it has proven that order to be the same.
     """
     whole = blocks[0]
-    if isinstance(whole, WholeBlock) and takes_kernel(query_SKGH, limits):
+    if not isinstance(whole, Block) and takes_kernel(query_SKGH, limits):
         return attend_by_kernel(query_SKGH, whole, positions_S, limits)
+    if isinstance(whole, StackedBlock):
+        blocks = (whole.of_slots(slice(None)),)
     size = block_positions(blocks)
     state = _empty_softmax(query_SKGH, limits.sinks)
     for index, block in enumerate(blocks):
         start = index * size
 
-        def extend(state, share=1, block=block, start=start):
+        def extend(state, share=1, block: Any = block, start=start):
             visible = limits.visible(start + jnp.arange(size), positions_S[:, None])
             times = partial(times_cached, share=share)
             return _extend_softmax(state, query_SKGH, block, visible, times, limits.cap)
@@ -156,56 +179,55 @@ def attend(
 
 
 def takes_kernel(query_SKGH: Array, limits: Limits) -> bool:
-    """True where the kernel computes this attention: in 16 bits, on one GPU, without a cap."""
+    """True where the kernel computes this attention."""
     head_size = query_SKGH.shape[-1]
+    return may_fuse(query_SKGH, limits) and head_size >= 16 and head_size & (head_size - 1) == 0
+
+
+def may_fuse(query: Array, limits: Limits) -> bool:
+    """True where kernels of a GPU are there for it: in 16 bits, on one device, without a cap."""
     return (
         jax.default_backend() == "gpu"
         and not jax.sharding.get_abstract_mesh().shape
-        and query_SKGH.dtype.itemsize == 2
+        and query.dtype.itemsize == 2
         and limits.cap is None
-        and head_size >= 16
-        and head_size & (head_size - 1) == 0
+        and float(getattr(jax.local_devices()[0], "compute_capability", 0)) >= CAPABILITY_MIN
     )
 
 
 def attend_by_kernel(
     query_SKGH: Array,
-    block: WholeBlock,
+    block: WholeBlock | StackedBlock,
     positions_S: Array,
     limits: Limits,
     *,
     interpret: bool = False,
 ) -> Float[Array, "S KGH"]:
-    """As `attend`, by Pallas's decode attention: each slot is read from its window to its position.
+    """As `attend`, by a kernel that reads each slot from its window to its position.
 
     `interpret` computes the kernel's steps on any device.
     """
-    S, K, G, H = query_SKGH.shape
-    B = block.keys.shape[2]
-    splits = KERNEL_SPLITS_MAX
-    while B % (splits * KERNEL_POSITIONS):
-        splits //= 2
-    # Of every key/value head, as if it were a sequence. An idle slot reads one position.
-    ends_N = jnp.repeat(jnp.maximum(positions_S, 0) + 1, K)
-    starts_N = None if limits.window is None else jnp.maximum(ends_N - limits.window, 0)
-    # Here and not above: other devices do not need it, and it takes a second to import.
-    kernel = importlib.import_module("jax.experimental.pallas.ops.gpu.decode_attention")
-    out_NGH, (total_NG, highest_NG) = kernel.mqa(
-        query_SKGH.reshape(S * K, G, H),
-        *(leaf.reshape(S * K, B, H) for leaf in block),
-        starts_N,
-        ends_N,
-        sm_scale=1.0,
-        block_k=KERNEL_POSITIONS,
-        k_splits=splits,
+    if isinstance(block, WholeBlock):
+        block = StackedBlock(block.keys[:, None], block.values[:, None], 0)
+    # An idle slot reads one position.
+    ends_S = jnp.maximum(positions_S, 0) + 1
+    starts_S = jnp.maximum(ends_S - (limits.window or block.keys.shape[-2]), 0)
+    # Here and not above: other devices do not need it, and Pallas takes a second to import.
+    kernel = importlib.import_module("marin_rl.inference.decode_kernel")
+    out_SKGH, total_SKG, highest_SKG = kernel.attend(
+        query_SKGH,
+        block.keys,
+        block.values,
+        jnp.asarray(block.layer, jnp.int32),
+        starts_S,
+        ends_S,
         interpret=interpret,
-        return_residuals=True,
     )
     if limits.sinks is not None:  # a further term of the sum
-        sink_NG = jnp.tile(limits.sinks.astype(jnp.float32), (S, 1))
-        share_NG = total_NG / (total_NG + jnp.exp(sink_NG - highest_NG))
-        out_NGH = (out_NGH.astype(jnp.float32) * share_NG[..., None]).astype(out_NGH.dtype)
-    return out_NGH.reshape(S, K * G * H)
+        sinks_KG = limits.sinks.astype(jnp.float32)
+        share_SKG = total_SKG / (total_SKG + jnp.exp(sinks_KG - highest_SKG))
+        out_SKGH = out_SKGH * share_SKG[..., None]
+    return out_SKGH.astype(query_SKGH.dtype).reshape(len(query_SKGH), -1)
 
 
 def _empty_softmax(query_SKGH: Array, sinks_KG: Array | None) -> tuple[Array, Array, Array]:
@@ -288,12 +310,24 @@ def block_positions(blocks: Blocks) -> int:
 
 
 def empty_cache(
-    spec: Spec, slots: int, context_length: int, dtype: jnp.dtype, *, whole: bool = False
+    spec: Spec,
+    slots: int,
+    context_length: int,
+    dtype: jnp.dtype,
+    *,
+    whole: bool = False,
+    stacked: bool = False,
 ) -> Cache:
-    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
+    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks.
+
+    `stacked`: the whole blocks of all layers are one.
+    """
     size = block_size(context_length, whole=whole)
     keys = (slots, spec.kv_heads, spec.head_size, size)
     values = (slots, spec.kv_heads, size, spec.head_size)
+    if stacked:
+        every = (slots, spec.layers, *values[1:])
+        return ((StackedBlock(jnp.zeros(every, dtype), jnp.zeros(every, dtype)),),)
 
     def empty_layer() -> Blocks:
         if whole:
@@ -306,8 +340,9 @@ def empty_cache(
 
 def in_blocks(blocks: Blocks, size: int, length: int) -> Blocks:
     """A layer's cache in blocks of `size` positions, with zeros behind its own to `length`."""
-    keys = jnp.concatenate([block.columns for block in blocks], -1)
-    values = jnp.concatenate([block.values for block in blocks], -2)
+    own: Any = blocks  # never stacked: a cache that grows has blocks for each layer
+    keys = jnp.concatenate([block.columns for block in own], -1)
+    values = jnp.concatenate([block.values for block in own], -2)
     more = length - keys.shape[-1]
     keys = jnp.pad(keys, [(0, 0), (0, 0), (0, 0), (0, more)])
     values = jnp.pad(values, [(0, 0), (0, 0), (0, more), (0, 0)])
@@ -327,9 +362,11 @@ def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) 
     size = block_positions(blocks)
     put: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
-    def write_one(
-        block: Block | WholeBlock, key_KH: Array, value_KH: Array, at: Array
-    ) -> Block | WholeBlock:
+    def write_one(block: Any, key_KH: Array, value_KH: Array, at: Array) -> Any:
+        if isinstance(block, StackedBlock):
+            place = block.layer, slice(None), at
+            keys = block.keys.at[place].set(key_KH, **put)
+            return block._replace(keys=keys, values=block.values.at[place].set(value_KH, **put))
         values = block.values.at[:, at].set(value_KH, **put)
         if isinstance(block, WholeBlock):
             return WholeBlock(block.keys.at[:, at].set(key_KH, **put), values)
@@ -342,11 +379,16 @@ def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) 
         # negative indices would count from the end, so they are sent past it instead
         at = jnp.where(at < 0, size, at)
         # `vmap` over slots: each writes one position, which XLA does in place
-        written.append(_spread(jax.vmap(write_one)(block, key_SKH, value_SKH, at)))
+        of_leaves: Any = 0, 0
+        axes = type(block)(*of_leaves)
+        spread = jax.vmap(write_one, (axes, 0, 0, 0), axes)
+        written.append(_spread(spread(block, key_SKH, value_SKH, at)))
     return tuple(written)
 
 
 def _spread(block: Any) -> Any:
+    if isinstance(block, StackedBlock):  # of one device
+        return block
     return jax.tree.map(lambda leaf: constrain(leaf, SLOTS, TENSOR), block)
 
 
@@ -359,6 +401,12 @@ def write_at(
     for index, block in enumerate(blocks):
         at = positions_M - index * size
         at = jnp.where(at < 0, size, at)  # as in `write`
+        if isinstance(block, StackedBlock):
+            place = slot_M, block.layer, slice(None), at
+            keys = block.keys.at[place].set(key_MKH, mode="drop")
+            values = block.values.at[place].set(value_MKH, mode="drop")
+            written.append(block._replace(keys=keys, values=values))
+            continue
         of_keys = (slot_M, slice(None), at)
         if not isinstance(block, WholeBlock):
             of_keys = (slot_M, slice(None), slice(None), at)
@@ -372,6 +420,9 @@ def copy_in(
     cache: Cache, buffer: tuple[tuple[Array, Array], ...], source_S: Array, rows: int
 ) -> Cache:
     """Write prompt `source_S[s]` < `rows` into each slot s, one slot after the other.
+
+    `buffer` has keys [R, K, H, P] and values [R, K, P, H] of each layer, or once for a stacked
+    cache, with an axis of layers in front.
 
     All at once would first gather the rows: as much memory as the cache itself.
     """
@@ -395,6 +446,12 @@ def copy_prompt(blocks: Blocks, keys: Array, values: Array, source: Any, seq_slo
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
     size, length = block_positions(blocks), keys.shape[-1]
     cut, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice
+    if isinstance(stack := blocks[0], StackedBlock):
+        pair = (jnp.swapaxes(keys, -1, -2), values)
+        rows = [jnp.swapaxes(cut(each, source, 1, 1), 0, 1) for each in pair]
+        start = (seq_slot, 0, 0, 0, 0)
+        keys, values = map(update, stack[:2], rows, (start, start))
+        return (StackedBlock(keys, values),)
     at = (seq_slot, 0, 0, 0)
     copied: list[Any] = list(blocks)
     for number, start in enumerate(range(0, length, size)):

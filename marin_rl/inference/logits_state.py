@@ -69,6 +69,11 @@ class ExtraRows:
         return bool(self._users["mask"])
 
     @property
+    def needs_tokens(self) -> bool:
+        """True if the next chunk needs the tokens of this one from the host."""
+        return bool(self._users["mask"] or self._users["penalties"])
+
+    @property
     def reported(self) -> bool:
         return bool(self._users["reports"])
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from marin_rl.inference import decoder
 from marin_rl.inference.batch import SlotInputs
 from marin_rl.inference.kv_cache import Blocks, Cache, copy_prompt
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
+from marin_rl.inference.placement import constrain
 from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
 from marin_rl.inference.weights import Decoder, Ends, Layer
 from marin_rl.models.spec import LayerKind, Spec
@@ -40,12 +41,26 @@ class Limits(NamedTuple):
     shared: Int32[Array | np.ndarray | np.int32, ""] = np.int32(0)
 
 
+class SlotState(NamedTuple):
+    """State of every row after a chunk, which the next one can begin from unread."""
+
+    token_S: Int32[Array | np.ndarray, " S"]
+    position_S: Int32[Array | np.ndarray, " S"]
+    remaining_S: Int32[Array | np.ndarray, " S"]
+
+
 class ChunkInputs(NamedTuple):
-    """Inputs of a chunk other than weights and cache."""
+    """Inputs of a chunk other than weights and cache.
+
+    Of rows that are `unread`, the host does not know yet what the last chunk added: they begin from
+    `last`, and of their inputs only whether some are remaining counts.
+    """
 
     slots: SlotInputs
     extras: Extras
     limits: Limits
+    last: SlotState | None = None
+    unread_S: Bool[Array | np.ndarray, " S"] | None = None
 
 
 class SampledChunk(NamedTuple):
@@ -56,6 +71,7 @@ class SampledChunk(NamedTuple):
     reports: Report
     counts_S: Int32[Array, " S"]
     steps: Int32[Array, ""]
+    after: SlotState | None = None
 
 
 class State(NamedTuple):
@@ -83,6 +99,7 @@ def decode_chunk(
     `limits.shared` counts only with `sharing`. Ends early when no row has any remaining, and when
     waiting samples are better served by going back to the host.
     """
+    chunk = joined(chunk)
     inputs = chunk.slots
     uniform_CS, began = uniforms_of(inputs, steps), first_state(inputs, steps, spec.vocabulary)
 
@@ -102,8 +119,23 @@ def decode_chunk(
     def proceeds(carried: tuple[Cache, State]) -> Array:
         return goes_on(carried[1], chunk.limits)
 
+    if chunk.last is not None:  # of which only the device knows who has ended
+        began = began._replace(remaining_S=jnp.asarray(chunk.last.remaining_S))
     cache, state = jax.lax.while_loop(proceeds, body, (cache, began))
-    return cache, state.sampled
+    # spread as the first chunk's are, so that all chunks are one program
+    after = map(constrain, (state.token_S, state.position_S, state.remaining_S))
+    return cache, state.sampled._replace(after=SlotState(*after))
+
+
+def joined(chunk: ChunkInputs) -> ChunkInputs:
+    """The same chunk, in which every row's inputs are what the device knows of it."""
+    if chunk.last is None or chunk.unread_S is None:
+        return chunk
+    known = [getattr(chunk.slots, name) for name in SlotState._fields]
+    last = SlotState(*map(partial(jnp.where, chunk.unread_S), chunk.last, known))
+    # not what remains: waiting samples count the rows that the host took for busy
+    slots = chunk.slots._replace(token_S=last.token_S, position_S=last.position_S)
+    return chunk._replace(slots=slots, last=last)
 
 
 def uniforms_of(inputs: SlotInputs, steps: int) -> Float32[Array, "C S"]:
@@ -130,7 +162,7 @@ def next_state(
     state: State, logits: Float32[Array, "S V"], uniform_CS: Array, chunk: ChunkInputs
 ) -> State:
     """The state after tokens are sampled from a step's logits."""
-    inputs, extras, limits = chunk
+    inputs, extras, limits = chunk.slots, chunk.extras, chunk.limits
     active_S = state.remaining_S > 0
     sampled, index = state.sampled, state.sampled.steps
     past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
@@ -240,9 +272,10 @@ class LayerPrograms:
     def _through(
         self, programs: Any, fused: Decoder, cache: list[Blocks], x: Array, *inputs: Any
     ) -> Array:
-        layers = fused.all_layers(self._spec)
+        spec = self._spec
+        layers = [fused.layer(spec, index) for index in range(spec.layers)]
         for run in self._runs:
-            program = programs[self._spec.kinds[run]]
+            program = programs[spec.kinds[run]]
             x, cache[run] = program(layers[run], tuple(cache[run]), x, *inputs)
         return x
 

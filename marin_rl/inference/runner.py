@@ -10,12 +10,13 @@ Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from marin_rl.compilation import set_matmul_precision
 from marin_rl.config import EngineConfig
@@ -34,6 +35,7 @@ from marin_rl.inference.programs import (
     ChunkInputs,
     Limits,
     SampledChunk,
+    SlotState,
     copy_slots,
     decode_chunk,
     extend_slots,
@@ -128,7 +130,10 @@ class Runner:
         self, policy: Policy, cache: Any, inputs: SlotInputs, extras: ExtraRows, limits: Limits
     ) -> None:
         """Compile a chunk's program for a lane's cache of these shapes."""
-        chunk = ChunkInputs(self.lanes.part(0, inputs), extras.on_device(0), limits)
+        last = self.memory.last if self.plan.ahead else None
+        unread_S = None if last is None else _none(inputs)
+        slots = self.lanes.part(0, inputs)
+        chunk = ChunkInputs(slots, extras.on_device(0), limits, last, unread_S)
         with self._placement.active():
             decode_chunk.lower(self._decoder(policy), cache, chunk, **self._chunk_sizes).compile()
 
@@ -209,8 +214,9 @@ class Runner:
                 self.memory.caches[lane] = extend_slots(
                     self.spec, fused, self.memory.caches[lane], pieces, adapters
                 )
-            # else the thread would end at once, and the lanes run one by one
-            jax.block_until_ready(self.memory.caches[lane])
+            if not self.plan.ahead:
+                # else the thread would end at once, and the lanes run one by one
+                jax.block_until_ready(self.memory.caches[lane])
 
         self._in_lanes(run)
 
@@ -233,24 +239,40 @@ class Runner:
         self._in_lanes(run)
 
     def decode(
-        self, policy: Policy, inputs: SlotInputs, extras: ExtraRows, limits: Limits
-    ) -> Chunk:
-        """A chunk of at most `limits.steps` steps in every lane, side by side."""
+        self,
+        policy: Policy,
+        inputs: SlotInputs,
+        extras: ExtraRows,
+        limits: Limits,
+        unread_S: Bool[np.ndarray, " S"] | None = None,
+    ) -> Callable[[], Chunk]:
+        """Dispatch a chunk of at most `limits.steps` steps in every lane, side by side.
+
+        The result waits for it, and reads it. Rows that are `unread_S` go on from the chunk that
+        was dispatched last, and the others from `inputs`.
+        """
         self.memory.wake()
         fused = self._decoder(policy)
         own = [self._lane_inputs(lane, inputs) for lane in range(self.lanes.count)]
         on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
+        last = self.memory.last if self.plan.ahead else None
+        unread_S = None if last is None else unread_S if unread_S is not None else _none(inputs)
 
         def run(lane: int) -> SampledChunk:
             bank, slots = own[lane]
-            chunk = ChunkInputs(slots, on_device[lane], limits)
+            chunk = ChunkInputs(slots, on_device[lane], limits, last, unread_S)
             self.memory.caches[lane], sampled = decode_chunk(
                 with_bank(fused, bank), self.memory.caches[lane], chunk, **self._chunk_sizes
             )
+            if last is not None:
+                self.memory.last = sampled.after
+                return sampled
             # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
 
-        sampled = self._in_lanes(run)
+        return partial(self._read, self._in_lanes(run))
+
+    def _read(self, sampled: Sequence[SampledChunk]) -> Chunk:
         return Chunk(
             tokens_SC=np.concatenate([np.asarray(one.tokens_CS).T for one in sampled]),
             logprobs_SC=np.concatenate([np.asarray(one.logprobs_CS).T for one in sampled]),
@@ -262,6 +284,8 @@ class Runner:
     def _lane_inputs(self, lane: int, inputs: SlotInputs) -> tuple[Bank | None, SlotInputs]:
         """A lane's inputs, and the adapters that its sequences use, of which they name the rows."""
         slots = self.lanes.part(lane, inputs)
+        if self.plan.ahead:  # the host writes to its arrays before the device has read them
+            slots = jax.tree.map(np.array, slots)
         if self.bank is None or slots.adapter_S is None:
             return None, slots
         # only where the trials gave the same bits: half of a bank is a product of another width
@@ -319,18 +343,28 @@ class Runner:
         return with_bank(fused, None if self.bank is None else self.bank.arrays)
 
 
+def _none(inputs: SlotInputs) -> Bool[np.ndarray, " S"]:
+    return np.zeros(len(inputs.token_S), np.bool_)
+
+
 class DeviceMemory:
-    """A cache for each lane of a plan, and at most one fused copy of the weights."""
+    """A cache for each lane of a plan, and at most one fused copy of the weights.
+
+    `last` is the state of all rows after the chunk that was dispatched last.
+    """
 
     def __init__(self, plan: ExecutionPlan, placement: Placement, rotary: Rotary) -> None:
         self._plan, self._placement, self._rotary = plan, placement, rotary
         self._fused: tuple[WeightsKey, Decoder] | None = None
         self.caches: list[Cache] = []
+        self.last: SlotState | None = None
         self.wake()
 
     def wake(self) -> None:
         if not self.caches:
             self.caches = [self._empty_cache() for _ in range(self._plan.lanes.count)]
+            nothing = np.zeros((3, self._plan.lanes.slots), np.int32)
+            self.last = SlotState(*self._placement.place(list(nothing)))
 
     def replace_caches(self, plan: ExecutionPlan, caches: list[Cache]) -> None:
         """Go on with the caches of another plan for the same model; none: they are allocated."""
@@ -344,7 +378,7 @@ class DeviceMemory:
         """
         self._fused = None
         if caches:
-            self.caches = []
+            self.caches, self.last = [], None
 
     @property
     def fused(self) -> Decoder | None:
@@ -365,7 +399,8 @@ class DeviceMemory:
             with self._placement.active():
                 sources = self._plan.spec, policy.weights, self._plan.dtype, self._rotary
                 fused = weights_in_place(*sources) if self._plan.grows else None
-                fused = fused_weights(*sources) if fused is None else fused
+                if fused is None:
+                    fused = fused_weights(*sources, stacked=self._plan.stacked)
             self._fused = policy.key, fused
         return self._fused[1]
 
@@ -377,7 +412,8 @@ class DeviceMemory:
     def _empty_cache(self) -> Cache:
         plan = self._plan
         slots, length = plan.lanes.size, plan.context_length
-        cache = empty_cache(plan.spec, slots, length, plan.dtype, whole=plan.whole)
+        form = {"whole": plan.whole, "stacked": plan.stacked}
+        cache = empty_cache(plan.spec, slots, length, plan.dtype, **form)
         # placed as the programs return it, so that the first call compiles for the same sharding as
         # the others
         return self._placement.place(cache, SLOTS, TENSOR)

@@ -74,14 +74,14 @@ def warm_up(
     give_back_freed_memory()
     runner.compile_chunk(policy, cache, inputs, extras, nothing)
     give_back_freed_memory()
-    runner.decode(policy, inputs, extras, nothing)
+    runner.decode(policy, inputs, extras, nothing)()
     if runner.bank is not None:
         begin("decoding with all adapters")
         # slots on as many adapters as they can use take another program than those on a few
         slots = np.arange(runner.lanes.slots)
         row_S = (1 + slots % runner.plan.bank_sizes.adapters).astype(np.int32)
         on_all = inputs._replace(adapter_S=row_S, remaining_S=np.ones_like(row_S))
-        runner.decode(policy, on_all, extras, nothing)
+        runner.decode(policy, on_all, extras, nothing)()
     if keeps_prefixes:
         begin("prefill in pieces")
         # a position that is padding: the program runs, and writes nothing

@@ -95,7 +95,7 @@ class Layer(NamedTuple):
     Rows of `qkv` are sorted by key/value head, those of `gate_up` by the piece that a device of the
     mesh's tensor axis holds: so both are cut at the same places as the model's own arrays.
     `adapters` is None in an engine that has none, `own` where the model itself has none. Matrices
-    that lie quantised are None until `Decoder.all_layers` gives them.
+    that lie quantised are None until `Decoder.layer` gives them.
     """
 
     qkv: Any
@@ -117,22 +117,22 @@ class Layer(NamedTuple):
 class Decoder(NamedTuple):
     """Weights in the layout and dtype that `decode_step` and `prefill` compute in.
 
-    `quantized` are matrices of all layers that lie quantised: the model's own arrays.
+    `quantized` are matrices of all layers that lie quantised: the model's own arrays. For a scan
+    all layers are `stacked` on a leading axis, in place of `layers`.
     """
 
     ends: Ends
     layers: tuple[Layer, ...]
     quantized: QuantizedLayers | None = None
+    stacked: Layer | None = None
 
-    def all_layers(self, spec: Spec) -> tuple[Layer, ...]:
-        """The layers with their matrices; to be called inside a program."""
-        quantized = self.quantized
-        if quantized is None:
-            return self.layers
-        return tuple(
-            layer._replace(**quantized.of_layer(index, spec.kv_heads))
-            for index, layer in enumerate(self.layers)
-        )
+    def layer(self, spec: Spec, index: Any) -> Layer:
+        """A layer with its matrices; to be called inside a program."""
+        cut = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
+        layer = self.layers[index] if self.stacked is None else jax.tree.map(cut, self.stacked)
+        if self.quantized is None:
+            return layer
+        return layer._replace(**self.quantized.of_layer(index, spec.kv_heads))
 
 
 def read_model(model: LanguageModel) -> tuple[Spec, Weights]:
@@ -219,6 +219,13 @@ def compiled_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer
         _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
         for index in range(spec.layers)
     )
+
+
+@partial(jax.jit, static_argnames=("spec", "dtype"))
+def stacked_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> Layer:
+    """The same for a scan: all layers joined at once, stacked as the model holds them."""
+    layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
+    return jax.vmap(partial(_fuse_layer, spec))(layers)
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -326,15 +333,24 @@ def split_gate_up(joined: Float[Array, "... F2"]) -> tuple[Array, Array]:
     return cut[..., 0, :].reshape(*lead, -1), cut[..., 1, :].reshape(*lead, -1)
 
 
-def fused_weights(spec: Spec, weights: Weights, dtype: jnp.dtype, rotary: Rotary = ()) -> Decoder:
+def fused_weights(
+    spec: Spec,
+    weights: Weights,
+    dtype: jnp.dtype,
+    rotary: Rotary = (),
+    *,
+    stacked: bool = False,
+) -> Decoder:
     """Arrays that the programs read at every step; those used as they are are not copied."""
     ends = weights.ends
     on_mesh = bool(jax.sharding.get_abstract_mesh().shape)
     if on_mesh or any(leaf.dtype != dtype for leaf in jax.tree.leaves(ends)):
         ends = _compiled_ends(weights, dtype=dtype)
     own = without_quantized(weights.layers)
-    layers = compiled_layers(spec=spec, layers=own, dtype=dtype)
-    return Decoder(ends._replace(rotary=rotary), layers, quantized_layers(weights.layers))
+    ends, quantized = ends._replace(rotary=rotary), quantized_layers(weights.layers)
+    if stacked:
+        return Decoder(ends, (), quantized, stacked_layers(spec=spec, layers=own, dtype=dtype))
+    return Decoder(ends, compiled_layers(spec=spec, layers=own, dtype=dtype), quantized)
 
 
 def weights_in_place(

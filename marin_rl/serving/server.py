@@ -36,6 +36,8 @@ from marin_rl.errors import InferenceError, InputError
 from marin_rl.inference.client.protocol import CHAT_ROUTE
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import STOP_TOKENS_MAX
+from marin_rl.inference.growing_runner import GrowingRunner
+from marin_rl.inference.runner import Runner
 from marin_rl.models.module import LanguageModel
 from marin_rl.serving.api.admin import adapter_routes, admin_routes
 from marin_rl.serving.api.completions import Chat, ChatTokens, Completions
@@ -119,7 +121,7 @@ class PolicyServer:
             stop_token_ids=stops,
             decode=detokenizer.of,
             dtype=dtype,
-            grows=grows,
+            programs=GrowingRunner if grows else Runner,
         )
         self.telemetry = Telemetry(
             self.engine,

@@ -6,15 +6,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from support.models import VOCABULARY
 
 from marin_rl.config import EngineConfig
+from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.engine import Engine
+from marin_rl.inference.execution_plan import ExecutionPlan
 from marin_rl.inference.generation import Delta, GenerationRequest, GenerationResult
 from marin_rl.inference.programs import copy_slots, decode_chunk, prefill_slots
+from marin_rl.inference.runner import Runner
 from marin_rl.models.module import LanguageModel
 from marin_rl.types import Sampling
 
@@ -28,7 +32,27 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(chr(32 + i) for i in ids)
 
 
-def engine_of(model: LanguageModel, stop_token_ids: Sequence[int] = (), **config: int) -> Engine:
+class AheadRunner(Runner):
+    """Programs of one lane, whose chunks are dispatched before the last is read."""
+
+    def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
+        lanes = Lanes(1, plan.lanes.slots)
+        return replace(plan, lanes=lanes, ahead=True)
+
+
+class AcceleratorRunner(AheadRunner):
+    """Programs as an accelerator has them: whole blocks, and layers in a scan."""
+
+    def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return replace(super()._shaped(plan), whole=True, stacked=True, can_share=False)
+
+
+def engine_of(
+    model: LanguageModel,
+    stop_token_ids: Sequence[int] = (),
+    programs: type[Runner] = Runner,
+    **config: Any,
+) -> Engine:
     """Engine with eight slots and chunks of four steps, by default."""
     return Engine(
         model,
@@ -38,6 +62,7 @@ def engine_of(model: LanguageModel, stop_token_ids: Sequence[int] = (), **config
         parameters_digest="one",
         stop_token_ids=stop_token_ids,
         decode=text_of,
+        programs=programs,
     )
 
 

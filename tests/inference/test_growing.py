@@ -35,7 +35,8 @@ def growing_engine(
 ) -> tuple[Engine, GrowingRunner]:
     """An engine that grows to six slots, with chunks of four steps, and its runner."""
     config = EngineConfig(slots=SLOTS, chunk_steps=4, prefill_rows=4)
-    engine = Engine(model or tiny_model(layers=1), config, context_length=context, grows=True)
+    model = model or tiny_model(layers=1)
+    engine = Engine(model, config, context_length=context, programs=GrowingRunner)
     assert engine.growing is not None
     return engine, engine.growing
 
