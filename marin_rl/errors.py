@@ -32,6 +32,8 @@
     │   ├── ProcessLost          another process of the run failed, or is gone
     │   └── StageFailed          a stage failed on another machine, for good
     ├── OutOfMemory            a program needs more memory than there is
+    ├── DeviceUnfit            driver, card or another process keep JAX from computing on a GPU
+    ├── DeviceLost             a card failed while a program ran on it
     └── TrainingError
         └── NonFiniteUpdate    loss or gradients were not finite too often in a row
 
@@ -149,6 +151,12 @@ class StageFailed(WorkError): ...
 
 
 class OutOfMemory(MarinRLError): ...
+
+
+class DeviceUnfit(MarinRLError): ...
+
+
+class DeviceLost(MarinRLError): ...
 
 
 class TrainingError(MarinRLError): ...

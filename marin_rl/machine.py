@@ -27,9 +27,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from marin_rl.errors import OutOfMemory
+from marin_rl.errors import DeviceLost, OutOfMemory
 
 THREADS_VARIABLE = "NPROC"
+CHOSEN_PLATFORMS = "JAX_PLATFORMS"  # JAX's own variable
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -112,7 +113,7 @@ def ensure_no_alarms() -> None:
 
 def computes_on_host() -> bool:
     """True where JAX computes on this machine's CPUs, by its setting or for want of others."""
-    if chosen := os.environ.get("JAX_PLATFORMS"):
+    if chosen := os.environ.get(CHOSEN_PLATFORMS):
         return chosen.partition(",")[0] == "cpu"
     return not any(Path("/dev", name).exists() for name in ("nvidiactl", "accel0", "vfio/0"))
 
@@ -333,6 +334,8 @@ ENGINE_KEYS = (
 _GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # XLA's words on every device: an allocation that failed, by its bytes or as a table of buffers.
 _OF_XLA = re.compile(r"RESOURCE_EXHAUSTED|[Oo]ut of memory|OUT_OF_MEMORY")
+# A CUDA error within a program, after which the process can use the card no more.
+_LOST = re.compile(r"CUDA_ERROR_(?!OUT_OF_MEMORY)\w+|GPU is lost|fallen off the bus")
 _ASKED = re.compile(r"allocat\w* (?:of )?([\d.]+)\s*([KMGT]iB|GB|bytes)?")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "GB": 10**9}
 
@@ -423,12 +426,28 @@ def out_of_memory(work: str, keys: Sequence[str], error: BaseException) -> OutOf
     )
 
 
+def device_lost(work: str, error: BaseException) -> DeviceLost | None:
+    """The error of a card that failed under a program; None where `error` says nothing of one."""
+    if not isinstance(error, RuntimeError) or (said := _LOST.search(str(error))) is None:
+        return None
+    return DeviceLost(
+        f"the device failed in {work} ({said[0]}): what is committed is whole. Start this process "
+        "again once `nvidia-smi` lists the card without errors: a run continues from its last "
+        "checkpoint"
+    )
+
+
 @contextmanager
 def memory_errors(work: str, keys: Iterable[str]) -> Iterator[None]:
-    """Raise OutOfMemory in place of what XLA or Python raise where memory ends in the block."""
+    """Raise OutOfMemory in place of what XLA or Python raise where memory ends in the block.
+
+    DeviceLost where a card fails in it.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if (lost := device_lost(work, error)) is not None:
+            raise lost from error
         if not is_out_of_memory(error):
             raise
         # XLA's trace names allocations of its own and no setting; the first line is in the message.

@@ -6,6 +6,7 @@ from contextlib import suppress
 import jax
 
 from marin_rl.config import Config
+from marin_rl.devices import start_devices
 from marin_rl.doctor import start, system
 from marin_rl.doctor.stages import (
     DOCTOR,
@@ -18,7 +19,7 @@ from marin_rl.doctor.stages import (
 )
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.batch_invariance import recorded_proofs
-from marin_rl.machine import machine_facts, share_one_heap
+from marin_rl.machine import computes_on_host, machine_facts, share_one_heap
 from marin_rl.processes import joined
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import tokenizer_for
@@ -42,6 +43,18 @@ def loss(config: Config) -> str:
         return f"surrogate {config.objective.surrogate}"
     share_one_heap()  # as a flow does, before JAX starts its threads
     return check_loss(config.objective)
+
+
+def accelerator(config: Config) -> str:
+    """Start JAX where a GPU may be; check that it is used, and that the run fits its memory.
+
+    Raises DeviceUnfit and OutOfMemory.
+    """
+    if computes_on_host():
+        return "none: computes on the CPU"
+    share_one_heap()
+    first = start_devices(config.policy.compute_dtype)[0]
+    return f"{first.device_kind}; {system.memory(config)}"
 
 
 def devices(config: Config) -> str:
@@ -106,6 +119,7 @@ def preference_programs(config: Config) -> str:
 
 
 ENGINES = (
+    Stage("accelerator", accelerator),
     Stage("loss", loss, ROUNDS),
     Stage("mesh", mesh, ROUNDS - {DOCTOR} | OF_PAIRS),
     Stage("devices", devices, frozenset({DOCTOR})),

@@ -95,7 +95,7 @@ def _over_cache(
     through: Callable[[Any, LayerKind, Blocks, Array], tuple[Array, Blocks]],
     x: Array,
 ) -> tuple[Array, Cache]:
-    """What comes `through` all layers, and their caches; in a scan where they lie stacked."""
+    """Take x `through` all layers; return it and their caches. In a scan where they lie stacked."""
     if decoder.stacked is None:
         written = []
         for index, (kind, blocks) in enumerate(zip(spec.kinds, cache, strict=True)):

@@ -26,7 +26,7 @@ from marin_rl.inference.pieces import Extension
 from marin_rl.inference.programs import Limits
 from marin_rl.inference.runner import Runner
 from marin_rl.inference.scheduler import JobQueue, Prompts, Schedule, schedule
-from marin_rl.machine import ENGINE_KEYS, is_out_of_memory, out_of_memory
+from marin_rl.machine import ENGINE_KEYS, device_lost, is_out_of_memory, out_of_memory
 
 # While others decode, the prompts of a step may have as many tokens as this many chunks: a longer
 # prefill would make the running sequences wait.
@@ -256,12 +256,16 @@ class EngineStep:
         except jax.errors.JaxRuntimeError as error:
             self._flight = None
             failure: Exception = error
+            message, step = "the device failed", "a step of the engine"
             if is_out_of_memory(error):
-                failure = out_of_memory("a step of the engine", ENGINE_KEYS, error)
+                failure = out_of_memory(step, ENGINE_KEYS, error)
                 _log.error("%s", failure)
+            elif (lost := device_lost(step, error)) is not None:
+                failure, message = lost, str(lost)
+                _log.error("%s", message)
             else:
                 _log.exception("a chunk failed on the device; its requests fail")
-            self._pending.fail(self._pending.started, "the device failed", failure)
+            self._pending.fail(self._pending.started, message, failure)
             # the failed program was given the caches to overwrite, so they are lost
             self._batch.kept.drop_all()
             self._runner.memory.release(caches=True)

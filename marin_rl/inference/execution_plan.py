@@ -119,7 +119,24 @@ class ExecutionPlan:
     def keeps_prefixes(self) -> bool:
         """True if prompts are computed in pieces, and can continue a cache that decoding wrote."""
         proven = self.invariance.continued or self.invariance.continued_singly
-        return self.prefix_cache and proven
+        return self.prefix_cache and (proven or self.whole)
+
+    @property
+    def whole_pieces(self) -> bool:
+        """True if a piece has several positions, and not one where several have other bits."""
+        return self.invariance.continued or self.whole
+
+    @property
+    def not_promised(self) -> list[str]:
+        """Names of equalities that are not proven: last bits may differ there."""
+        of = self.invariance
+        promises = {
+            "a sequence alone and among others": of.slots,
+            "a prompt alone and among others": of.prompts,
+            "a dialogue continued and computed from its start": of.continued
+            or not self.prefix_cache,
+        }
+        return [name for name, proven in promises.items() if not proven]
 
     def bank_shapes(self, *, masked: bool) -> Bank:
         return bank_shapes(self.spec, self.bank_sizes, self.dtype, masked=masked)
@@ -176,7 +193,7 @@ def proven(
     The trials allocate a cache, so they run before the engine has one.
     """
     outcome = invariance_of(plan.shapes, lambda: _prove(plan, weights, rotary, put))
-    return _fall_back(replace(plan, invariance=outcome))
+    return fall_back(replace(plan, invariance=outcome))
 
 
 def _prove(
@@ -206,8 +223,15 @@ def _prove(
     return outcome
 
 
-def _fall_back(plan: ExecutionPlan) -> ExecutionPlan:
-    """Compute one by one what has other bits side by side on this machine."""
+def fall_back(plan: ExecutionPlan) -> ExecutionPlan:
+    """Compute one by one what has other bits side by side on this machine.
+
+    On an accelerator, which that would leave idle, it is not promised, and the log says so.
+    """
+    if plan.whole:
+        if names := plan.not_promised:
+            _log.warning("not promised to have the same bits on this device: %s", "; ".join(names))
+        return plan
     if not plan.invariance.slots and plan.lanes.size > 1:
         _log.warning(
             "sequences side by side have other bits than alone with the programs of %d slots: "

@@ -201,7 +201,7 @@ class Runner:
         self.memory.wake()
         fused, size = self._decoder(policy), self.lanes.size
         # single positions where several together would give other bits than decoding did
-        piece = piece_size(size) if self.plan.invariance.continued else 1
+        piece = piece_size(size) if self.plan.whole_pieces else 1
 
         def run(lane: int) -> None:
             own = [

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import enable_compilation_cache, keep_freed_memory
 from marin_rl.config import Config, InferenceConfig, PolicyConfig
+from marin_rl.devices import start_devices
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.lora.adapter import Adapter
@@ -91,8 +92,9 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
     else than was trained, and ConfigError for the address.
     """
     enable_compilation_cache()
-    keep_freed_memory()
     run = Run.open(root, run_id)
+    start_devices(run.config.policy.compute_dtype)
+    keep_freed_memory()
     # a fleet may be started before its trainer
     if register is not None and latest_checkpoint(run) is None:
         _announce(f"waiting for the first checkpoint of {run.folder.url}")
@@ -213,6 +215,7 @@ def serve_folder(
     where the engine decodes something else than the folder's model, ConfigError for the address.
     """
     enable_compilation_cache()
+    start_devices(config.policy.compute_dtype)
     keep_freed_memory()
     _announce(f"loading {folder}")
     tokenizer = folder_tokenizer(folder, config.policy)

@@ -23,6 +23,7 @@ from support.models import tiny_model, tiny_spec
 from marin_rl.compilation import CACHE_VARIABLE
 from marin_rl.inference import batch_invariance
 from marin_rl.inference.batch_invariance import (
+    UNPROVEN,
     Invariance,
     Prover,
     Shapes,
@@ -30,6 +31,7 @@ from marin_rl.inference.batch_invariance import (
     random_weights,
     recorded_proofs,
 )
+from marin_rl.inference.execution_plan import fall_back
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.runner import Runner
 from marin_rl.models.spec import Spec
@@ -147,6 +149,19 @@ def test_without_a_folder_the_process_remembers(records, monkeypatch, where):
     assert [invariance_of(SHAPES, prove) for _ in range(2)] == [ALL, ALL]
     assert len(proofs) == 1
     assert recorded_proofs() == []
+
+
+def test_an_accelerator_names_what_it_does_not_prove_and_promises_no_more(engine, caplog):
+    plan = replace(engine.plan, whole=True, prefix_cache=True, invariance=UNPROVEN)
+    assert fall_back(plan) == plan  # as fast as where it is proven
+    assert (plan.keeps_prefixes, plan.whole_pieces) == (True, True)
+    (said,) = [record.getMessage() for record in caplog.records]
+    for name in ("a sequence alone", "a prompt alone", "a dialogue continued"):
+        assert name in said
+    caplog.clear()
+    whole = replace(plan, invariance=replace(ALL, continued=True))
+    assert fall_back(whole).not_promised == []
+    assert not caplog.records
 
 
 @pytest.mark.isa
