@@ -97,7 +97,10 @@ def measured(command: list[str]) -> dict[str, Any]:
     """Output of a side's process: its last line, and what the whole of it took."""
     started = time.perf_counter()
     before = os.times()
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    from serve_one import QUIET
+
+    env = os.environ | QUIET  # threads of PyTorch that wait would else spin
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     after, wall_s = os.times(), time.perf_counter() - started
     cpu_s = after.children_user + after.children_system
     cpu_s -= before.children_user + before.children_system

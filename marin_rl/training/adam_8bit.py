@@ -11,6 +11,7 @@ Small arrays, and those that blocks do not divide, keep float32. Scales of all a
 of a parameter's bytes at the most, which a mesh replicates.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,9 +22,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
-from marin_rl.architecture import block_of
+from marin_rl.architecture import SIZE_MIN, block_of
 
 DECADES = 7
+# Values of an array that is updated in pieces, and pieces where it has no layers: each is larger
+# than SIZE_MIN.
+LOOPED_MIN, PIECES_MAX = 2**20, 32
 
 
 @cache
@@ -109,18 +113,33 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
         gradients, structure = jax.tree.flatten(updates)
-        mu = _Moments(state.mu, state.mu_scales, signed=True)
-        nu = _Moments(state.nu, state.nu_scales, signed=False)
-        step, moved = state.step + 1, list[Array]()
-        for gradient in gradients:
-            g = gradient.astype(jnp.float32)
-            m = mu.updated(lambda moment, g=g: b1 * moment + (1 - b1) * g)
-            v = nu.updated(lambda moment, g=g: b2 * moment + (1 - b2) * g * g)
+        ends, step = np.cumsum([_count(gradient) for gradient in gradients])[:-1], state.step + 1
+
+        def moved(g: Array, mu: Array, mu_scales: Array, nu: Array, nu_scales: Array) -> Any:
+            stored = block_of(g.shape) is not None
+            m = dequantized(mu, mu_scales, signed=True) if stored else mu
+            v = dequantized(nu, nu_scales, signed=False) if stored else nu
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             direction = m / (1 - b1**step) / (jnp.sqrt(v / (1 - b2**step)) + eps)
-            moved.append(direction.astype(gradient.dtype))
-        (codes, mu_scales), (others, nu_scales) = mu.stored(), nu.stored()
-        moments = structure.unflatten(codes), structure.unflatten(others)
-        return structure.unflatten(moved), Adam8bitState(step, *moments, mu_scales, nu_scales)
+            mu, mu_scales = quantized(m, signed=True) if stored else (m, mu_scales)
+            nu, nu_scales = quantized(v, signed=False) if stored else (v, nu_scales)
+            return direction, mu, mu_scales, nu, nu_scales
+
+        arrays = zip(
+            [gradient.astype(jnp.float32) for gradient in gradients],
+            jax.tree.leaves(state.mu),
+            jnp.split(state.mu_scales, ends),
+            jax.tree.leaves(state.nu),
+            jnp.split(state.nu_scales, ends),
+            strict=True,
+        )
+        after = [_in_pieces(moved, *each) for each in arrays]
+        directions, mu, mu_scales, nu, nu_scales = (list(each) for each in zip(*after, strict=True))
+        moments = structure.unflatten(mu), structure.unflatten(nu)
+        scales = jnp.concatenate(mu_scales), jnp.concatenate(nu_scales)
+        pairs = zip(directions, gradients, strict=True)
+        directions = structure.unflatten([d.astype(gradient.dtype) for d, gradient in pairs])
+        return directions, Adam8bitState(step, *moments, *scales)
 
     return optax.GradientTransformation(init, update)
 
@@ -131,28 +150,27 @@ def _count(array: Array) -> int:
     return 0 if blocks is None else array.size // blocks[0]
 
 
-class _Moments:
-    """One of the moments of all arrays, in their order: read, updated, and rounded."""
+def _pieces(array: Array) -> int:
+    """Parts of a large array's first axis that are updated one after the other.
 
-    def __init__(self, arrays: Any, scales: Array, *, signed: bool) -> None:
-        self._arrays, self._signed = iter(jax.tree.leaves(arrays)), signed
-        self._scales, self._rounded_scales = scales, [scales[:0]]
-        self._rounded: list[Array] = []
+    No block reaches over that axis. Of stacked layers a mesh shares it out to nobody, and of other
+    arrays it may.
+    """
+    count, *layer = array.shape or (1,)
+    blocks = block_of(array.shape)
+    if blocks is None or blocks[1] == array.ndim or array.size < LOOPED_MIN:
+        return 1
+    if len(layer) > 1:
+        return count if math.prod(layer) >= SIZE_MIN else 1
+    on_mesh = any(size > 1 for size in jax.sharding.get_abstract_mesh().shape.values())
+    return 1 if on_mesh else math.gcd(count, PIECES_MAX)
 
-    def updated(self, update: Callable[[Array], Array]) -> Array:
-        """The next array's moment, updated and not rounded."""
-        array = next(self._arrays)
-        count = _count(array)
-        if not count:
-            self._rounded.append(update(array))
-            return self._rounded[-1]
-        scales, self._scales = jnp.split(self._scales, [count])
-        moment = update(dequantized(array, scales, signed=self._signed))
-        codes, scales = quantized(moment, signed=self._signed)
-        self._rounded.append(codes)
-        self._rounded_scales.append(scales)
-        return moment
 
-    def stored(self) -> tuple[list[Array], Array]:
-        """All arrays as they are stored, and all scales."""
-        return self._rounded, jnp.concatenate(self._rounded_scales)
+def _in_pieces(moved: Callable[..., Any], *arrays: Array) -> Any:
+    """The results for an array: all of a large one at once needs 20 bytes for each value."""
+    pieces = _pieces(arrays[0])
+    if pieces == 1:
+        return moved(*arrays)
+    parts = [array.reshape(pieces, -1, *array.shape[1:]) for array in arrays]
+    results = jax.lax.map(lambda part: moved(*part), tuple(parts))
+    return [result.reshape(-1, *result.shape[2:]) for result in results]

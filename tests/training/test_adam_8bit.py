@@ -1,7 +1,9 @@
 """Adam with 8-bit moments: the map of codes by hand, Adam's directions, curves beside AdamW's."""
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,6 +15,7 @@ from marin_rl.architecture import block_of, moment_bytes
 from marin_rl.config import load_config
 from marin_rl.planning import plan
 from marin_rl.training.adam_8bit import (
+    _pieces,
     dequantized,
     magnitudes,
     quantized,
@@ -94,6 +97,23 @@ def test_directions_are_nearly_adams_and_small_arrays_exactly():
         difference = np.abs(np.asarray(a["matrix"]) - np.asarray(b["matrix"]))
         assert difference.mean() < 0.02, step
         assert difference.max() < 0.5, step
+
+
+def test_large_arrays_are_updated_piece_by_piece_to_the_same_values(monkeypatch):
+    rng = np.random.default_rng(2)
+    shapes = {"layers": (3, 32, 256), "words": (1024, 256), "across": (3, 1024, 8)}
+    drawn = {n: jnp.asarray(rng.normal(0, 1, s), jnp.float32) for n, s in shapes.items()}
+
+    def updated() -> Any:  # directions and state
+        adam = scale_by_adam_8bit(0.9, 0.95, 1e-8)
+        _, state = adam.update(drawn, adam.init(drawn))
+        return adam.update(drawn, state)
+
+    whole = updated()
+    monkeypatch.setattr("marin_rl.training.adam_8bit.LOOPED_MIN", 1)
+    assert [_pieces(drawn[name]) for name in shapes] == [3, 32, 3]
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(updated()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_a_step_without_gradient_moves_no_farther_than_adams_would():

@@ -92,6 +92,7 @@ def test_weights_of_answers_weigh_the_losses_of_their_tokens(debug, tokenizer, t
     environment = loaded_environment(config.environment, "train")
     batch = supervised_batch(config, environment, tokenizer, 0)
     order = [environment.example(0, row, "train").example_id for row in range(2)]
+    assert batch.loss_weights is not None
     # An answer is two characters and its end; those of the second row weigh 2 and 0.
     expected = {"0": [0.5, 0.5, 0.5, 1, 1, 1], "1": [2, 2, 2]}
     for row, name in enumerate(order):
