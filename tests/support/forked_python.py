@@ -131,11 +131,14 @@ def fork_of(program: int) -> int:
 
 def _is_program(process: int) -> bool:
     """Return True for a process that is the program still, or about to be."""
+    place = Path(f"/proc/{process}")
     try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        words = (place / "cmdline").read_bytes().split(b"\0")
+        state = (place / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return python().encode() in words
+    # A process has no words while it is executed, and once it has ended.
+    return python().encode() in words or (words == [b""] and state not in "ZX")
 
 
 class Forks:
