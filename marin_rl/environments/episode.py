@@ -41,7 +41,8 @@ class StepResult:
     added to the rewards of its steps. Where the environment says `own_prompts`, `messages` may go
     on from an earlier turn of the model, `parent`, counted from 0; None: from this one. In place of
     messages, `opening` begins another conversation in a segment of its own. A turn that is not
-    `trained` is context of those that go on from it.
+    `trained` is context of those that go on from it. `end` names the end of an episode that is done
+    and has another one than `stop`.
     """
 
     messages: tuple[Message, ...] = ()
@@ -51,6 +52,7 @@ class StepResult:
     opening: Start | None = None
     parent: int | None = None
     trained: bool = True
+    end: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ from marin_rl.user_code import check_importable, load
 
 MODEL = "policy"
 ALL, MAIN = "all", "main"  # calls that are trained
+EXIT = "exit "  # an end, with the status of the program
 TASK_FILE = "task.json"
 VARIABLES = {
     "OPENAI_BASE_URL": "{base_url}",
@@ -357,8 +358,9 @@ class AgentEpisode(ABC):
         """Reward of an agent that has ended. Raises RewardFault, and what a function raises."""
 
     @property
-    def info(self) -> Mapping[str, Any]:
-        return {}
+    def end(self) -> str | None:
+        """Name of an end that is none of an agent that did well."""
+        return None
 
     async def start(self) -> Opening:
         """The messages and tools of the agent's first call.
@@ -388,7 +390,7 @@ class AgentEpisode(ABC):
         call = await self._next_call()
         if call is None:
             reward = await self.reward()
-            return StepResult(reward=reward, done=True, info=self.info, trained=trained)
+            return StepResult(reward=reward, done=True, end=self.end, trained=trained)
         if (extended := self._conversations.parent(call)) is not None:
             parent, added = extended
             if parent in self._main:
@@ -468,8 +470,9 @@ class ProgramEpisode(AgentEpisode):
         return await self._in_thread(self._environment.reward_of, self._example, result, workspace)
 
     @property
-    def info(self) -> Mapping[str, Any]:
-        return {"exit_status": self._result().exit_status}
+    def end(self) -> str | None:
+        status = self._result().exit_status
+        return f"{EXIT}{status}" if status else None
 
     async def close(self) -> None:
         """End the program and delete its folder."""

@@ -314,6 +314,7 @@ class _Member:
             turns.append(turn)
             # a turn that was cut has no stop token, which new messages must follow
             if turn.result.done or reason != "stop":
+                reason = turn.result.end or reason if reason == "stop" else reason
                 break
             if len(turns) == driver.turns_max:
                 reason = MAX_TURNS

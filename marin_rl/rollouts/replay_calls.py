@@ -36,7 +36,7 @@ async def replayed_calls(
         key = _known_by(asked)
         calls = recorded[key] or recorded[None, key[1]]  # of a prompt that was rendered again
         if not calls:
-            over = rollout.finish_reason != "stop" and not any(recorded.values())
+            over = rollout.status != "complete" and not any(recorded.values())
             shown = repr(asked[1][-1].content[:_SHOWN])
             yield number, None if over else f"no recorded call goes on with {shown}"
             return

@@ -418,19 +418,20 @@ def test_an_agent_that_breaks_a_limit_costs_its_rollout_alone(
 
 
 @pytest.mark.parametrize(
-    ("program", "options"),
+    ("program", "options", "status"),
     [
-        ("x = bytes(1 << 30)", {"memory_bytes_max": 1 << 28}),
-        ("while True: os.fork()", {"processes_max": 16}),
-        ("os.kill(os.getpid(), 9)", {}),
+        ("x = bytes(1 << 30)", {"memory_bytes_max": 1 << 28}, 1),
+        ("while True: os.fork()", {"processes_max": 16}, 1),
+        ("os.kill(os.getpid(), 9)", {}, 137),
     ],
 )
 def test_an_agent_that_fails_is_scored_by_what_it_printed(
-    tmp_path: Path, program: str, options: dict[str, Any]
+    tmp_path: Path, program: str, options: dict[str, Any], status: int
 ) -> None:
     said = "ask(first)\nprint('said', flush=True)\n"
     for rollout in rollouts_of(configured(tmp_path, said + program, **options), count):
         assert (rollout.status, rollout.reward) == ("complete", 4.0), rollout.error
+        assert rollout.finish_reason == f"exit {status}"
 
 
 def test_messages_that_the_template_refuses_cost_their_rollout_alone(tmp_path: Path) -> None:
