@@ -52,6 +52,9 @@ VERSION = 2
 # The same of products with adapters, for engines that have room for some.
 ADAPTERS_VERSION = 2
 
+# The same of an accelerator's programs.
+WHOLE_VERSION = 2
+
 _log = logging.getLogger(__name__)
 _known: dict[Path | str, "Invariance"] = {}  # by file; by name where programs have no folder
 
@@ -156,11 +159,13 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
         if not shape_facts[name]:
             del shape_facts[name]
     adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
+    whole = {"whole_version": WHOLE_VERSION} if shapes.whole else {}
     # either decides which instructions a product becomes
     settings = "jax_disable_most_optimizations", "jax_default_matmul_precision"
     return {
         "version": VERSION,
         **adapters,
+        **whole,
         "machine": machine_facts(),
         "libraries": {name: version(name) for name in ("jax", "jaxlib")},
         "settings": {name: str(jax.config.values[name]) for name in settings},
@@ -260,7 +265,12 @@ class Prover:
             alone = self._run(tokens_S, positions_S, only=slot, adapter_S=own_S)
             if not _equal(alone[slot], together[slot]):
                 return False
-        return True
+        if not self._shapes.whole:
+            return True
+        # next to sequences that ask for filters or reports, and in the program of those that do not
+        plainly = self._run(tokens_S, positions_S, adapter_S=rows_S, plain=True)
+        drawn = lambda slot: [*slot[:2], *slot[5:]]  # all but the report
+        return all(_equal(drawn(a), drawn(b)) for a, b in zip(plainly, together, strict=True))
 
     def _adapters_alike(self) -> bool:
         """One sequence on the first row of the bank and on the last, others in the other rows."""
@@ -396,6 +406,7 @@ class Prover:
         shared: int = 0,
         adapter_S: np.ndarray | None = None,
         fused: Decoder | None = None,
+        plain: bool = False,
     ) -> tuple[Cache, SampledChunk]:
         """The cache after a chunk, and what it sampled: in all slots or in `only` one.
 
@@ -419,6 +430,7 @@ class Prover:
             spec=shapes.spec,
             steps=shapes.chunk_steps,
             sharing=shapes.sharing,
+            plain=plain,
         )
 
     def _cache(self) -> Cache:

@@ -69,6 +69,11 @@ class ExtraRows:
         return bool(self._users["mask"])
 
     @property
+    def used(self) -> bool:
+        """True if any row uses any of it."""
+        return any(self._users.values())
+
+    @property
     def needs_tokens(self) -> bool:
         """True if the next chunk needs the tokens of this one from the host."""
         return bool(self._users["mask"] or self._users["penalties"])

@@ -84,7 +84,7 @@ class State(NamedTuple):
     sampled: SampledChunk
 
 
-@partial(jax.jit, static_argnames=("spec", "steps", "sharing"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("spec", "steps", "sharing", "plain"), donate_argnames="cache")
 def decode_chunk(
     fused: Decoder,
     cache: Cache,
@@ -93,11 +93,14 @@ def decode_chunk(
     spec: Spec,
     steps: int,
     sharing: bool = False,
+    plain: bool = False,
 ) -> tuple[Cache, SampledChunk]:
     """Up to `limits.steps` <= `steps` tokens for every row that has some remaining.
 
-    `limits.shared` counts only with `sharing`. Ends early when no row has any remaining, and when
-    waiting samples are better served by going back to the host.
+    `limits.shared` counts only with `sharing`. `plain`: no row asks for filters, reports or other
+    logits, and no step has a conditional, for which an accelerator waits for the host. Ends early
+    when no row has any remaining, and when waiting samples are better served by going back to the
+    host.
     """
     chunk = joined(chunk)
     inputs = chunk.slots
@@ -114,7 +117,7 @@ def decode_chunk(
             jnp.asarray(chunk.limits.shared) if sharing else None,
             None if inputs.adapter_S is None else jnp.asarray(inputs.adapter_S),
         )
-        return cache, next_state(state, logits, uniform_CS, chunk)
+        return cache, next_state(state, logits, uniform_CS, chunk, plain=plain)
 
     def proceeds(carried: tuple[Cache, State]) -> Array:
         return goes_on(carried[1], chunk.limits)
@@ -159,15 +162,24 @@ def written_at(state: State) -> Int32[Array, " S"]:
 
 
 def next_state(
-    state: State, logits: Float32[Array, "S V"], uniform_CS: Array, chunk: ChunkInputs
+    state: State,
+    logits: Float32[Array, "S V"],
+    uniform_CS: Array,
+    chunk: ChunkInputs,
+    *,
+    plain: bool = False,
 ) -> State:
     """The state after tokens are sampled from a step's logits."""
     inputs, extras, limits = chunk.slots, chunk.extras, chunk.limits
     active_S = state.remaining_S > 0
     sampled, index = state.sampled, state.sampled.steps
     past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
-    drawn = sample(adjust(logits, extras.params, past), inputs.sampling, uniform_CS[index])
-    reports_S = report(logits, drawn, extras.request)
+    adjusted = logits if plain else adjust(logits, extras.params, past)
+    drawn = sample(adjusted, inputs.sampling, uniform_CS[index], filters=not plain)
+    if plain:
+        reports_S = empty_report(*logits.shape)
+    else:
+        reports_S = report(logits, drawn, extras.request)
     # the stop token itself is sampled and counted: its logprob is part of the completion
     stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)
     remaining_S = jnp.where(active_S & ~stopped_S, state.remaining_S - 1, 0)

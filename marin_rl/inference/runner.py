@@ -135,7 +135,8 @@ class Runner:
         slots = self.lanes.part(0, inputs)
         chunk = ChunkInputs(slots, extras.on_device(0), limits, last, unread_S)
         with self._placement.active():
-            decode_chunk.lower(self._decoder(policy), cache, chunk, **self._chunk_sizes).compile()
+            fused, sizes = self._decoder(policy), self._chunk_sizes
+            decode_chunk.lower(fused, cache, chunk, plain=False, **sizes).compile()
 
     def bucket(self, length: int) -> int:
         # few lengths, so few programs: a prompt is padded to the next one
@@ -255,6 +256,7 @@ class Runner:
         fused = self._decoder(policy)
         own = [self._lane_inputs(lane, inputs) for lane in range(self.lanes.count)]
         on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
+        plain = self.plan.whole and not extras.used and not _filters(inputs)
         last = self.memory.last if self.plan.ahead else None
         unread_S = None if last is None else unread_S if unread_S is not None else _none(inputs)
 
@@ -262,7 +264,11 @@ class Runner:
             bank, slots = own[lane]
             chunk = ChunkInputs(slots, on_device[lane], limits, last, unread_S)
             self.memory.caches[lane], sampled = decode_chunk(
-                with_bank(fused, bank), self.memory.caches[lane], chunk, **self._chunk_sizes
+                with_bank(fused, bank),
+                self.memory.caches[lane],
+                chunk,
+                plain=plain,
+                **self._chunk_sizes,
             )
             if last is not None:
                 self.memory.last = sampled.after
@@ -341,6 +347,12 @@ class Runner:
     def _decoder(self, policy: Policy) -> Decoder:
         fused = self.memory.decoder(policy)
         return with_bank(fused, None if self.bank is None else self.bank.arrays)
+
+
+def _filters(inputs: SlotInputs) -> bool:
+    """True if any row asks for min-p, top-k or top-p."""
+    of = inputs.sampling
+    return bool(np.any(of.min_p_S) or np.any(of.top_k_S) or np.any(np.asarray(of.top_p_S) < 1))
 
 
 def _none(inputs: SlotInputs) -> Bool[np.ndarray, " S"]:

@@ -49,9 +49,15 @@ class Drawn(NamedTuple):
 
 
 def sample(
-    logits_SV: Float32[Array, "S V"], sampling: SlotSampling, uniform_S: Float32[Array, " S"]
+    logits_SV: Float32[Array, "S V"],
+    sampling: SlotSampling,
+    uniform_S: Float32[Array, " S"],
+    *,
+    filters: bool = True,
 ) -> Drawn:
     """A token per row, as its number of `uniforms` chooses it, and its logprob in nats.
+
+    Without `filters`, none of which any row may then ask for, there is no conditional.
 
     The logprob is that of the distribution after temperature and filters. A greedy row takes the
     likeliest token and reports its logprob at temperature 1, since under the distribution that it
@@ -61,12 +67,15 @@ def sample(
     # greedy rows are scaled by 1, since their logprobs are reported at temperature 1
     scaled_SV = logits_SV / jnp.where(greedy_S, 1, sampling.temperature_S)[:, None]
     asked_S = (sampling.min_p_S > 0) | (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
-    scores_SV = jax.lax.cond(
-        jnp.any(asked_S & ~greedy_S),
-        lambda scores: jnp.where(greedy_S[:, None], scores, top_p_top_k_mask(scores, sampling)),
-        lambda scores: scores,
-        scaled_SV,
-    )
+    if filters:
+        scores_SV = jax.lax.cond(
+            jnp.any(asked_S & ~greedy_S),
+            lambda scores: jnp.where(greedy_S[:, None], scores, top_p_top_k_mask(scores, sampling)),
+            lambda scores: scores,
+            scaled_SV,
+        )
+    else:
+        scores_SV = scaled_SV
     # shifted by the maximum, so that no exponential overflows
     highest_S = jnp.max(scores_SV, axis=-1)
     shifted_SV = scores_SV - highest_S[:, None]

@@ -40,8 +40,9 @@ def programs_of(runner: Runner) -> int:
     plan, buckets = runner.plan, len(runner.buckets)
     # a copy of half of the bank, and a chunk with that half
     halves = 2 if plan.invariance.few_adapters and plan.bank_sizes.adapters > 1 else 0
+    plain = 1 if plan.whole else 0
     # a chunk, a copy, and for each bucket one that scores; one that extends, or prefills by bucket
-    return halves + 2 + buckets + (1 if plan.keeps_prefixes else buckets)
+    return halves + plain + 2 + buckets + (1 if plan.keeps_prefixes else buckets)
 
 
 def warm_up(
@@ -74,6 +75,8 @@ def warm_up(
     give_back_freed_memory()
     runner.compile_chunk(policy, cache, inputs, extras, nothing)
     give_back_freed_memory()
+    if runner.plan.whole:
+        begin("decoding of requests that only draw")
     runner.decode(policy, inputs, extras, nothing)()
     if runner.bank is not None:
         begin("decoding with all adapters")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from inference.engines import (
@@ -25,6 +26,7 @@ from inference.engines import (
 from support.cases import printed_seed
 from support.models import tiny_model
 
+from marin_rl.errors import InferenceError
 from marin_rl.inference.batch import Chunk
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
@@ -122,6 +124,30 @@ def test_an_engine_with_an_accelerators_programs_has_the_results_of_a_cpus(model
             for ours, theirs in zip(result.samples, expected[index].samples, strict=True):
                 np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
                 np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+class Failing(AheadRunner):
+    """Loses the device in the chunk of this number."""
+
+    chunks = 0
+
+    def decode(self, *inputs: Any, **more: Any) -> Callable[[], Chunk]:
+        self.chunks += 1
+        read = super().decode(*inputs, **more)
+        return read if self.chunks != 3 else _lost
+
+
+def _lost() -> Chunk:
+    raise jax.errors.JaxRuntimeError(
+        "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access"
+    )
+
+
+def test_a_device_that_fails_fails_what_has_begun_and_keeps_nothing_of_it(model, ahead):
+    with closing(engine_of(model, programs=Failing)) as engine:
+        with pytest.raises(InferenceError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS.*last checkpoint"):
+            result_of(engine, request_of(n=8, max_tokens=40))
+        assert bits(result_of(engine, request_of(n=8))) == bits(result_of(ahead, request_of(n=8)))
 
 
 def test_a_row_that_was_cancelled_gives_nothing_to_its_successor(ahead):

@@ -225,13 +225,14 @@ def test_a_chunk_samples_on_the_device_and_keeps_its_state_there() -> None:
     limits = programs.Limits(np.int32(4), np.int32(0))
     last, unread = SlotState(*np.zeros((3, SLOTS), np.int32)), np.ones(SLOTS, np.bool_)
     chunk = ChunkInputs(inputs, rows.on_device(0), limits, last, unread)
-    sizes = {"spec": played.spec, "steps": 4}
-    lowered = decode_chunk.lower(played.fused, played.cache, chunk, **sizes)
-    text = str(lowered.compile().as_text())
-    assert count(HOST, text) == 0
-    assert count(ALIAS, text) == 2
     # of sampling, each for what some row asks for: adjusted logits (4), filters (2), reports (2)
-    assert count(CONDITIONAL, text) == 8
+    for plain, conditionals in ((False, 8), (True, 0)):
+        sizes = {"spec": played.spec, "steps": 4, "plain": plain}
+        lowered = decode_chunk.lower(played.fused, played.cache, chunk, **sizes)
+        text = str(lowered.compile().as_text())
+        assert count(HOST, text) == 0
+        assert count(ALIAS, text) == 2
+        assert count(CONDITIONAL, text) == conditionals
 
 
 def lowered_for_gpu(function: Any, *arguments: Any) -> str:
