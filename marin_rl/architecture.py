@@ -51,19 +51,21 @@ def moment_bytes(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A microbatch: `rows` of `length` tokens.
+    """A microbatch: `rows` of `length` tokens, each of which `context` devices share.
 
     `in_blocks`: attention takes blocks of keys one after the other, without a table of scores, as
-    in packed rows and on a GPU in bfloat16.
+    in packed rows, in shared ones, and on a GPU in bfloat16.
     """
 
     rows: int
     length: int
     in_blocks: bool = False
+    context: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        """Tokens of one device."""
+        return -(-self.rows * self.length // self.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,4 +192,7 @@ class Architecture:
         whole = self.layer_parameters / self.layers + self.vocab_size * self.hidden_size
         gathered = 3 * whole * FLOAT32 / shards if fsdp > 1 else 0
         weights = copied * of_copies / (fsdp * shards) + gathered
+        if microbatch.context > 1:  # keys and values of whole rows, and their gradients
+            of_rows = self.kv_heads * self.head_size * microbatch.rows * microbatch.length
+            kept += 4 * FLOAT32 * of_rows // shards
         return round(weights) + chunks * logits * FLOAT32 + kept

@@ -229,6 +229,8 @@ def _of_model(config: Config, architecture: Architecture, *, on_host: bool) -> d
     if not config.inference.endpoints:
         # Each process has an engine, whose slots are spread over its own devices.
         spread = max(memory.devices // processes, 1)
+        if processes == 1:
+            spread //= config.mesh.context or 1  # these have the same slots
         slots = -(-config.inference.engine.slots * config.mesh.tensor // spread)
         tokens = slots * config.policy.context_length // config.mesh.tensor
         value_bytes = _value_bytes(config)
@@ -348,10 +350,13 @@ class StepMemory:
 
     @classmethod
     def of(cls, config: Config, architecture: Architecture, *, on_host: bool) -> "StepMemory":
-        """Multiply out: parameters and moments by fsdp and tensor, rows by data and fsdp."""
+        """Multiply out: rows by data and fsdp, their tokens by context, parameters by all but data.
+
+        Moments are spread as their parameters.
+        """
         mesh, critic = config.mesh, config.training.critic
-        data, fsdp = max(mesh.data, 1), max(mesh.fsdp, 1)
-        held = fsdp * mesh.tensor
+        data, fsdp, context = max(mesh.data, 1), max(mesh.fsdp, 1), mesh.context or 1
+        held = fsdp * context * mesh.tensor
         learners = 2 if critic is not None and critic.trunk == "own" else 1
         shapes = list(_trained_shapes(config, architecture))
         trained = sum(map(math.prod, shapes))
@@ -366,10 +371,12 @@ class StepMemory:
         copied: Base | None = None if config.policy.lora is None else "whole"
         if config.policy.quantize_base is not None:
             copied = "quantized"
-        backward = architecture.backward_bytes(rows, value_bytes, base=copied, fsdp=fsdp, **how)
+        backward = architecture.backward_bytes(
+            rows, value_bytes, base=copied, fsdp=fsdp * context, **how
+        )
         # A small model's microbatches are computed side by side on one CPU device.
         small = PARAMETER_BYTES * architecture.parameters <= LANE_WEIGHTS_BYTES_MAX
-        alone = mesh.data == mesh.fsdp == mesh.tensor == 1
+        alone = mesh.data == mesh.fsdp == mesh.tensor == context == 1
         several = config.training.microbatch_sequences < _step_sequences(config)
         lanes = STEP_LANES if on_host and small and alone and several else 1
         # Each lane has gradients of its own; an update has old and new parameters at once.
@@ -397,7 +404,9 @@ def microbatch_of(config: Config, parts: int, *, on_host: bool) -> Rows:
         parts = 1
     length = batching.row_tokens if packed and batching.row_tokens else config.policy.context_length
     fused = not on_host and config.policy.compute_dtype == "bfloat16"
-    return Rows(rows=-(-rows // parts), length=length, in_blocks=packed or fused)
+    context = config.mesh.context or 1
+    in_blocks = packed or fused or context > 1
+    return Rows(rows=-(-rows // parts), length=length, in_blocks=in_blocks, context=context)
 
 
 def _step_sequences(config: Config) -> int:

@@ -237,6 +237,8 @@ rollouts.shards_per_round=17 -> at least one group
 training.schedule=cosine -> schedule_steps
 batching.length_buckets=[64, 32] -> ascend
 batching.length_buckets=[32, 64] -> must reach policy.context_length (128)
+mesh.context=4; batching.packing=sequences; batching.row_tokens=300
+    -> cuts each row into 8 pieces: expected batching.row_tokens in multiples of 8, found 300
 mesh.data=-1; mesh.fsdp=-1 -> only one of them may be -1
 policy.model.heads=4; policy.model.kv_heads=3 -> kv_heads must divide heads
 sft.environment.nam=echo -> did you mean sft.environment.name?

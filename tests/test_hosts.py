@@ -161,6 +161,22 @@ def test_processes_train_what_one_process_trains_on_the_same_mesh(
 
 
 @pytest.mark.bits
+def test_processes_that_share_rows_train_what_others_do(
+    one_by_four: Run, launch: Launch, environment: Any, tmp_path: Path
+):
+    done = launch(2, 2, tmp_path, "--set", "mesh.fsdp=2", "--set", "mesh.context=2")
+    assert done.returncode == 0, done.stderr
+    run = checked(tmp_path, environment)
+    assert facts(run)["mesh"] == "fsdp 2, context 2"
+    for batch, other in zip(first_batches(run), first_batches(one_by_four), strict=True):
+        for name in ("token_ids", "loss_mask", "advantages"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(other, name))
+    theirs = parameters(one_by_four, ROUNDS)
+    for name, array in parameters(run, ROUNDS).items():
+        np.testing.assert_allclose(array, theirs[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.bits
 def test_the_same_number_of_processes_gives_the_same_bits(
     two_by_two: Run, launch: Launch, tmp_path: Path
 ):

@@ -159,9 +159,14 @@ def test_devices_share_weights_and_rows(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     sizes = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
     tree = {"policy": {"context_length": 512, "model": sizes}}
-    alone, spread = (plan(parse_config(tree | {"mesh": {"fsdp": fsdp}})) for fsdp in (1, 4))
-    assert (alone.devices, spread.devices) == (1, 4)
+    meshes = {"fsdp": 1}, {"fsdp": 4}, {"context": 4}
+    alone, spread, shared = (plan(parse_config(tree | {"mesh": mesh})) for mesh in meshes)
+    assert (alone.devices, spread.devices, shared.devices) == (1, 4, 4)
     assert alone.training_bytes is not None
     assert alone.activation_bytes is not None
     assert spread.training_bytes == alone.training_bytes // 4
     assert spread.activation_bytes == pytest.approx(alone.activation_bytes / 4)
+    assert shared.training_bytes == spread.training_bytes
+    assert shared.activation_bytes is not None
+    # besides, no table of scores is there
+    assert shared.activation_bytes < spread.activation_bytes

@@ -52,6 +52,27 @@ def check_adapter(config: RunSections) -> None:
         )
 
 
+def check_context(config: RunSections) -> None:
+    if config.mesh.context is None:
+        return
+    if config.policy.quantize_base is not None:
+        raise ValueError(
+            f"mesh.context {config.mesh.context} with policy.quantize_base: a quantised base is "
+            "whole on each device, and this axis shares parameters out; expected null"
+        )
+    pieces, batching = 2 * config.mesh.context, config.batching
+    lengths = {
+        "batching.row_tokens": [batching.row_tokens or 0],
+        "batching.length_buckets": batching.length_buckets,
+    }
+    for key, values in lengths.items():
+        if odd := [value for value in values if value % pieces]:
+            raise ValueError(
+                f"mesh.context {config.mesh.context} cuts each row into {pieces} pieces: expected "
+                f"{key} in multiples of {pieces}, found {odd[0]}"
+            )
+
+
 def check_optimizer(config: RunSections) -> None:
     if config.training.optimizer == "muon" and config.policy.lora is not None:
         raise ValueError(
@@ -402,6 +423,7 @@ def check_scored_rollouts(config: RunSections, settings: DistillationConfig) -> 
 CHECKS: tuple[Callable[[RunSections], None], ...] = (
     check_pushed_groups,
     check_adapter,
+    check_context,
     check_optimizer,
     check_selection,
     check_replay,

@@ -14,6 +14,7 @@ from marin_rl.config.section import (
     Section,
     TemplateOptions,
     field,
+    null_if,
     optional_field,
     plan_field,
 )
@@ -206,6 +207,11 @@ class MeshConfig(Section):
     data: int = plan_field(1, "data parallel", ge=-1)
     fsdp: int = plan_field(1, "parameters and optimizer sharded", ge=-1)
     tensor: int = plan_field(1, "tensor parallel", ge=1)
+    context: Annotated[int | None, null_if(1)] = optional_field(
+        "devices that share each row, for long rows: positions, and parameters as by fsdp",
+        plan=True,
+        ge=1,
+    )
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":

@@ -59,13 +59,13 @@ def accelerator(config: Config) -> str:
 
 def devices(config: Config) -> str:
     """Check that JAX has devices, and that the mesh fits them."""
-    visible = jax.devices()
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    visible, axes = jax.devices(), config.mesh.model_dump()
+    sizes = axes.values()
     product = math.prod(max(axis, 1) for axis in sizes)
     short = jax.process_count() > 1 and -1 not in sizes and product < len(visible)
     if len(visible) % product or short or (-1 not in sizes and product > len(visible)):
         raise ConfigError(
-            f"the mesh data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]} does not fit "
+            f"the mesh {' '.join(f'{axis}={size}' for axis, size in axes.items())} does not fit "
             f"{len(visible)} devices of {jax.process_count()} process(es): make their product "
             f"{'equal' if jax.process_count() > 1 else 'divide'} the device count"
         )
@@ -74,7 +74,7 @@ def devices(config: Config) -> str:
 
 def mesh(config: Config) -> str:
     """Check that a mesh of several devices fits the machine; JAX is started only for that."""
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    sizes = config.mesh.model_dump().values()
     if max(sizes) <= 1 and (-1 in sizes or joined() is None):
         return "fits any number of devices"
     share_one_heap()

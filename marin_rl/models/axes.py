@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 ROWS, TENSOR = ("data", "fsdp"), "tensor"
+# Devices have pieces of the same rows: see `training.context`.
+CONTEXT = "context"
 
 
 def free_axes() -> dict[str, int]:
@@ -39,20 +41,23 @@ def on_each_device(run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Ca
 
 
 def table_rows(table_VE: Float[Array, "V E"], index_BT: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """Rows of a table whose columns are spread over fsdp and whose rows are over tensor.
+    """Rows of a table whose columns are spread over fsdp and context, and whose rows over tensor.
 
-    Each device reads its part of the rows that all of fsdp ask for, and hands them out: the table
-    is gathered neither here nor for its gradient, nor are states of other devices' tokens.
+    Each device reads its part of the rows that all of fsdp and context ask for, and hands them out.
+    The table is gathered neither here nor for its gradient, nor are states of other devices'
+    tokens.
     """
-    V, E = table_VE.shape
-    rows, by_width = dividing(ROWS, len(index_BT)), dividing(("fsdp",), E)
-    by_entry = dividing((TENSOR,), V)
-    if not free_axes() or not set(by_width) <= set(rows):
+    (V, E), (B, T) = table_VE.shape, index_BT.shape
+    rows, positions = dividing(ROWS, B), dividing((CONTEXT,), T)
+    by_width, by_entry = dividing(("fsdp", CONTEXT), E), dividing((TENSOR,), V)
+    if not free_axes() or not set(by_width) <= {*rows, *positions}:
         return jnp.take(table_VE, index_BT, axis=0)
+    # Dimensions of the index by the axes that also spread columns, the fastest of them first.
+    exchanged = [(at, axis) for axis, at in ((CONTEXT, 1), ("fsdp", 0)) if axis in by_width]
 
     def own(table: Array, index: Array) -> Array:
-        if by_width:
-            index = jax.lax.all_gather(index, by_width, axis=0, tiled=True)
+        for at, axis in exchanged:
+            index = jax.lax.all_gather(index, axis, axis=at, tiled=True)
         if by_entry:
             index = index - jax.lax.axis_index(by_entry) * len(table)
             # An index before the first would count from the end.
@@ -60,9 +65,9 @@ def table_rows(table_VE: Float[Array, "V E"], index_BT: Int[Array, "B T"]) -> Fl
         found = table.at[index].get(mode="fill", fill_value=0)
         if by_entry:
             found = jax.lax.psum(found, by_entry)  # one has it, the others have 0
-        if by_width:
-            found = jax.lax.all_to_all(found, by_width, 0, 2, tiled=True)
+        for at, axis in exchanged:
+            found = jax.lax.all_to_all(found, axis, at, 2, tiled=True)
         return found
 
-    in_specs = PartitionSpec(by_entry, by_width), PartitionSpec(rows)
-    return on_each_device(own, in_specs, PartitionSpec(rows))(table_VE, index_BT)
+    in_specs = PartitionSpec(by_entry, by_width), PartitionSpec(rows, positions)
+    return on_each_device(own, in_specs, PartitionSpec(rows, positions))(table_VE, index_BT)

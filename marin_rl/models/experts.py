@@ -18,7 +18,7 @@ from haliax.nn.ragged_dot import ragged_dot
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from marin_rl.models.axes import ROWS, TENSOR, dividing, free_axes, on_each_device
+from marin_rl.models.axes import CONTEXT, ROWS, TENSOR, dividing, free_axes, on_each_device
 from marin_rl.models.spec import Spec
 
 # With fewer tokens, all products take an accelerator less time than reading the weights does, and
@@ -161,7 +161,8 @@ def grouped_sum(
         return out if over is None else jax.lax.psum(out, over)
 
     # Rows that devices do not share out evenly are computed by all.
-    of_rows, of_weights = PartitionSpec(dividing(ROWS, len(x))), PartitionSpec(over)
+    positions = dividing((CONTEXT,), x.shape[1]) if x.ndim > 2 else ()
+    of_rows, of_weights = PartitionSpec(dividing(ROWS, len(x)), positions), PartitionSpec(over)
     # Over all axes that are left: XLA cannot cut a kernel, nor a product by group, by itself.
     spread = on_each_device(own, (of_weights, of_rows, of_rows), of_rows)
     return spread(weights, x, routing)

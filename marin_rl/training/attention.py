@@ -1,6 +1,6 @@
 """Attention of the trainer: over all pairs, over the blocks in sight, and by cuDNN's kernel.
 
-Rows of several sequences are cut into blocks of positions (`attend`). The blocks of keys that
+Tokens of several sequences are cut into blocks of positions (`attend`). The blocks of keys that
 a block of queries sees are determined once for all layers; attention then takes one of them after
 the other, for all blocks of queries together, with a running maximum and sum (FlashAttention,
 arXiv:2205.14135, algorithm 1). Time and memory so go with what is seen, not with the square of the
@@ -8,7 +8,7 @@ row. The backward pass computes the weights again (ibid., algorithm 4). On an NV
 does the same for models that compute in 16 bits (`attend_fused`). Visibility between tokens is
 defined in logprobs.py.
 
-Axes: B rows, T positions, N blocks of a row, C positions of one (D: those of the keys), K key
+Axes: B rows, T positions, N blocks of queries, C positions of one (M and D: those of keys), K key
 heads, G query heads of each, Q = G times C, H head size.
 """
 
@@ -64,19 +64,30 @@ def pairs_in_sight(
     return (segments_BT[:, :, None] == segments_BT[:, None, :]) & seen_TT
 
 
-class Sight(NamedTuple):
-    """Visible keys of the tokens of some rows.
+class Tokens(NamedTuple):
+    """Tokens of rows: segments, prompts, and positions within a sequence, for windows.
 
-    `keys` are the blocks of keys of each block of queries, those it sees first; `counts` how many
-    it sees. `segments` and `prompts` are those of each position, in blocks, and so are
-    `positions` within a sequence, by which a window is measured.
+    `prompts` is a token's own segment where it has no prompt apart.
     """
 
-    keys: Int[Array, "B N N"]
+    segments: Int[Array, "B ..."]
+    prompts: Int[Array, "B ..."]
+    positions: Int[Array, "B ..."]
+
+
+class Sight(NamedTuple):
+    """Visible keys of the tokens of some rows, or of a piece of them.
+
+    `blocks` are the blocks of keys of each of the N blocks of queries, of M in all, those it sees
+    first; `counts` how many it sees. `queries` and `keys` are tokens in blocks, `at` is the
+    queries' place in the row.
+    """
+
+    blocks: Int[Array, "B N M"]
     counts: Int[Array, "B N"]
-    segments: Int[Array, "B N C"]
-    prompts: Int[Array, "B N C"]
-    positions: Int[Array, "B N C"]
+    queries: Tokens
+    keys: Tokens
+    at: Int[Array, "N C"]
 
 
 def sight_of(
@@ -86,40 +97,44 @@ def sight_of(
 ) -> Sight:
     """A token sees what precedes it in its own segment and in its prompt's; segment 0 sees nothing.
 
-    `prompts` is a token's own segment where it has no prompt apart. Blocks are those in sight
-    without a window, which narrows what is seen of them.
+    Blocks are those in sight without a window, which narrows what is seen of them.
     """
-    segments_BNC, prompts_BNC = _blocks(segments_BT), _blocks(prompts_BT)
-    _, N, C = segments_BNC.shape
-    index_NC = jnp.arange(N * C, dtype=jnp.int32).reshape(N, C)
+    rows = Tokens(*(blocks(array) for array in (segments_BT, prompts_BT, positions_BT)))
+    return sight_of_queries(rows, rows, places(*rows.segments.shape[1:]))
 
-    def row_of_blocks(queries: tuple[Array, Array, Array]) -> Bool[Array, "B N"]:
+
+def places(count: int, size: int) -> Int[Array, "N C"]:
+    return jnp.arange(count * size, dtype=jnp.int32).reshape(count, size)
+
+
+def sight_of_queries(queries: Tokens, keys: Tokens, index_NC: Int[Array, "N C"]) -> Sight:
+    key_index_MD = places(*keys.segments.shape[1:])
+
+    def row_of_blocks(queries: tuple[Array, Array, Array]) -> Bool[Array, "B M"]:
         segment_BC, prompt_BC, index_C = queries
         seen = _seen(
-            segment_BC[:, None], prompt_BC[:, None], index_C, segments_BNC, index_NC
-        )  # [B, N, C, D]
+            segment_BC[:, None], prompt_BC[:, None], index_C, keys.segments, key_index_MD
+        )  # [B, M, C, D]
         return jnp.any(seen, axis=(2, 3))
 
-    by_block = (segments_BNC.swapaxes(0, 1), prompts_BNC.swapaxes(0, 1), index_NC)
+    by_block = (queries.segments.swapaxes(0, 1), queries.prompts.swapaxes(0, 1), index_NC)
     # One block of queries after the other: the mask of all of them at once would be [B, T, T].
-    seen_BNN = jax.lax.map(row_of_blocks, by_block).swapaxes(0, 1)
+    seen_BNM = jax.lax.map(row_of_blocks, by_block).swapaxes(0, 1)
     # Blocks in sight come first, and in their order: a loop of `counts` reads no others, and sums
     # in one order whatever the rest of the row holds.
-    keys_BNN = jnp.argsort(~seen_BNN, axis=-1, stable=True).astype(jnp.int32)
-    return Sight(
-        keys=keys_BNN,
-        counts=jnp.sum(seen_BNN, axis=-1),
-        segments=segments_BNC,
-        prompts=prompts_BNC,
-        positions=_blocks(positions_BT),
-    )
+    blocks_BNM = jnp.argsort(~seen_BNM, axis=-1, stable=True).astype(jnp.int32)
+    return Sight(blocks_BNM, jnp.sum(seen_BNM, axis=-1), queries, keys, index_NC)
 
 
-def _blocks(array_BT: Array) -> Array:
+def block_size(length: int) -> int:
+    short = length <= SHORT_ROW_POSITIONS_MAX
+    return min(POSITIONS_PER_BLOCK, POSITIONS_PER_SHORT_BLOCK if short else length, length)
+
+
+def blocks(array_BT: Array, size: int | None = None) -> Array:
     """A row in blocks, filled up with zeros behind: [B, T, …] to [B, N, C, …]."""
     B, T, *feature_shape = array_BT.shape
-    short = T <= SHORT_ROW_POSITIONS_MAX
-    size = min(POSITIONS_PER_BLOCK, POSITIONS_PER_SHORT_BLOCK if short else T, T)
+    size = size or block_size(T)
     padding = [(0, 0), (0, -T % size), *((0, 0) for _ in feature_shape)]
     return jnp.pad(array_BT, padding).reshape(B, -1, size, *feature_shape)
 
@@ -150,21 +165,39 @@ def attend(
     sinks_KG: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T K G H"]:
     """Softmax attention of scaled queries over what they see; 0 where that is nothing."""
-    B, T, K, G, H = query_BTKGH.shape
-    query = _blocks(query_BTKGH).transpose(0, 1, 3, 4, 2, 5)  # [B, N, K, G, C, H]
-    keys, values = (_blocks(each).swapaxes(2, 3) for each in (keys_BTKH, values_BTKH))
-    N, C = query.shape[1], query.shape[4]
-    limits = _Limits(window, cap)
-    sinks_KQ = None
-    if sinks_KG is not None:
-        sinks_KQ = jnp.repeat(sinks_KG.astype(jnp.float32), C, axis=1)
-    rows = query.reshape(B, N, K, G * C, H), keys, values
-    out: Any = _attended(limits, *rows, sinks_KQ, sight)
-    out = out.reshape(B, N, K, G, C, H).transpose(0, 1, 4, 2, 3, 5)
-    return out.reshape(B, N * C, K, G, H)[:, :T]
+    size = block_size(query_BTKGH.shape[1])
+    query = as_rows(query_BTKGH, size)
+    keys, values = (by_head(each, size) for each in (keys_BTKH, values_BTKH))
+    sinks_KQ = of_queries(sinks_KG, query)
+    out: Any = _attended(Limits(window, cap), query, keys, values, sinks_KQ, sight)
+    return as_positions(out, query_BTKGH.shape)
 
 
-class _Limits(NamedTuple):
+def as_rows(array_BTKGH: Array, size: int) -> Float[Array, "B N K Q H"]:
+    """Queries, or gradients of what they attend to, in blocks of `size` positions."""
+    array = blocks(array_BTKGH, size).transpose(0, 1, 3, 4, 2, 5)  # [B, N, K, G, C, H]
+    return array.reshape(*array.shape[:3], -1, array.shape[-1])
+
+
+def as_positions(array: Float[Array, "B N K Q H"], shape: tuple[int, ...]) -> Array:
+    """Undo `as_rows`."""
+    B, T, K, G, H = shape
+    out = array.reshape(B, array.shape[1], K, G, -1, H).transpose(0, 1, 4, 2, 3, 5)
+    return out.reshape(B, -1, K, G, H)[:, :T]
+
+
+def by_head(array_BTKH: Array, size: int) -> Float[Array, "B M K D H"]:
+    return blocks(array_BTKH, size).swapaxes(2, 3)
+
+
+def of_queries(sinks_KG: Array | None, query: Float[Array, "B N K Q H"]) -> Array | None:
+    if sinks_KG is None:
+        return None
+    positions = query.shape[3] // sinks_KG.shape[1]
+    return jnp.repeat(sinks_KG.astype(jnp.float32), positions, axis=1)
+
+
+class Limits(NamedTuple):
     """Limits of a layer's attention: how far back, and how large a score."""
 
     window: int | None
@@ -179,21 +212,20 @@ class _KeyBlock(NamedTuple):
 
 
 def _key_block(sight: Sight, number: Array, window: int | None) -> _KeyBlock:
-    keys_BNN, counts_BN, segments_BNC, prompts_BNC, positions_BNC = sight
-    _, N, C = segments_BNC.shape
-    at_BN = jax.lax.dynamic_index_in_dim(keys_BNN, number, axis=2, keepdims=False)
-    index_NC = jnp.arange(N * C, dtype=jnp.int32).reshape(N, C)
-    theirs = jnp.take_along_axis(segments_BNC, at_BN[..., None], axis=1)
-    their_index = at_BN[..., None] * C + jnp.arange(C, dtype=jnp.int32)
-    seen = _seen(segments_BNC, prompts_BNC, index_NC, theirs, their_index)
-    seen &= (number < counts_BN)[..., None, None]
+    queries, keys = sight.queries, sight.keys
+    at_BN = jax.lax.dynamic_index_in_dim(sight.blocks, number, axis=2, keepdims=False)
+    size = keys.segments.shape[-1]
+    theirs = jnp.take_along_axis(keys.segments, at_BN[..., None], axis=1)
+    their_index = at_BN[..., None] * size + jnp.arange(size, dtype=jnp.int32)
+    seen = _seen(queries.segments, queries.prompts, sight.at, theirs, their_index)
+    seen &= (number < sight.counts)[..., None, None]
     if window is not None:
-        their_positions = jnp.take_along_axis(positions_BNC, at_BN[..., None], axis=1)
-        seen &= their_positions[:, :, None, :] > positions_BNC[..., None] - window
+        their_positions = jnp.take_along_axis(keys.positions, at_BN[..., None], axis=1)
+        seen &= their_positions[:, :, None, :] > queries.positions[..., None] - window
     return _KeyBlock(at_BN, seen[:, :, None, None])
 
 
-def _picked(blocks: Float[Array, "B N K D H"], at_BN: Array) -> Float[Array, "B N K D H"]:
+def _picked(blocks: Float[Array, "B M K D H"], at_BN: Array) -> Float[Array, "B N K D H"]:
     return jnp.take_along_axis(blocks, at_BN[:, :, None, None, None], axis=1)
 
 
@@ -211,13 +243,13 @@ def _where(block: _KeyBlock, values: Float[Array, "B N K Q D"], other: float) ->
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attended(
-    limits: _Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
+    limits: Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
 ) -> Array:
-    return _forward(limits, query, keys, values, sinks, sight)[0]
+    return forward(limits, query, keys, values, sinks, sight)[0]
 
 
-def _forward(
-    limits: _Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
+def forward(
+    limits: Limits, query: Array, keys: Array, values: Array, sinks: Array | None, sight: Sight
 ) -> tuple[Array, Any]:
     # As many as the block of queries that sees most needs; `_key_block` masks them for the others.
     iterations = jnp.max(sight.counts)
@@ -257,7 +289,14 @@ def _forward(
     return attended, (query, keys, values, sinks, sight, attended, highest + jnp.log(total))
 
 
-def _backward(limits: _Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
+def _backward(limits: Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
+    *sums, by_sinks = backward_sums(limits, saved, gradient)
+    by_inputs = (f.astype(like.dtype) for f, like in zip(sums, saved[:3], strict=True))
+    return (*by_inputs, by_sinks, None)
+
+
+def backward_sums(limits: Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
+    """Gradients of queries, keys, values and sinks, in float32."""
     query, keys, values, sinks, sight, attended, normaliser = saved
     # The sum over all keys in the softmax's derivative: known before the loop, for it equals the
     # output times its gradient (D in the paper).
@@ -283,15 +322,13 @@ def _backward(limits: _Limits, saved: Any, gradient: Array) -> tuple[Any, ...]:
         to_values = product("bnkqd,bnkqh->bnkdh", weights.astype(gradient.dtype), gradient)
         return by_query, _added(by_keys, block, to_keys), _added(by_values, block, to_values)
 
-    # Summed over blocks in float32 and rounded once, below.
+    # Summed over blocks in float32 and rounded once, by the caller.
     start = tuple(jnp.zeros(each.shape, jnp.float32) for each in (query, keys, values))
     gradients = jax.lax.fori_loop(0, jnp.max(sight.counts), body, start)
-    dtypes = (query.dtype, keys.dtype, values.dtype)
-    by_inputs = (f.astype(dtype) for f, dtype in zip(gradients, dtypes, strict=True))
     by_sinks = None
     if sinks is not None:  # its share of every query, and a value of 0
         by_sinks = -jnp.sum(jnp.exp(sinks - normaliser) * inner, axis=(0, 1))
-    return (*by_inputs, by_sinks, None)
+    return (*gradients, by_sinks)
 
 
 def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
@@ -300,7 +337,7 @@ def _added(blocks: Array, block: _KeyBlock, gradient: Array) -> Array:
     return blocks.at[rows, block.at_BN].add(gradient)
 
 
-_attended.defvjp(_forward, _backward)
+_attended.defvjp(forward, _backward)
 
 
 # ---------------------------------------------------------------- Levanter's, on a TPU

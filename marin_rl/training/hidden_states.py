@@ -32,6 +32,7 @@ from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import LayerKind, Rope, Spec
 from marin_rl.training.adapters import Blocks
 from marin_rl.training.attention import (
+    Tokens,
     attend,
     attend_by_levanter,
     attend_fused,
@@ -41,6 +42,13 @@ from marin_rl.training.attention import (
     pairs_of,
     sight_of,
     takes_fused,
+)
+from marin_rl.training.context import (
+    attend_pieces,
+    attend_pieces_fused,
+    context_size,
+    in_pieces,
+    sights_of_pieces,
 )
 
 # More layers than this are scanned. Against a scan, running few layers one after the other spares a
@@ -70,21 +78,30 @@ def states_before_last_mlp(
     """Activations up to where positions stop exchanging anything, and loads of experts, by layer.
 
     `alone`: every row is one sequence, followed by padding. Loads are of the tokens that are
-    `counted`; None without experts.
+    `counted`; None without experts. What is given is in the order of the row; the activations are
+    in pieces on a mesh with `context` (`context.in_pieces`).
     """
-    spec = model.spec
+    spec, n = model.spec, context_size()
+    whole = segment_ids_BT, positions_BT, prompts_BT
+    token_ids_BT, positions_BT = in_pieces(token_ids_BT, n), in_pieces(positions_BT, n)
+    if counted_BT is not None:
+        counted_BT = in_pieces(counted_BT, n)
     tables = model.embedding, positions_BT, model.positions
     states = embedded(spec, token_ids_BT, *tables, take=table_rows)
     states = hax.auto_sharded(hax.named(states, (*AXES, "embed"))).array
     if (
-        prompts_BT is None
+        n == 1
+        and prompts_BT is None
         and jax.default_backend() == "gpu"
         and token_ids_BT.shape[1] > PLAIN_POSITIONS_MAX_GPU
     ):
         prompts_BT = segment_ids_BT
-    attention = _attention(
-        spec, states.dtype, segment_ids_BT, positions_BT, prompts_BT, alone=alone
-    )
+    if n > 1:
+        attention = _attention_of_pieces(spec, states.dtype, *whole)
+    else:
+        attention = _attention(
+            spec, states.dtype, segment_ids_BT, positions_BT, prompts_BT, alone=alone
+        )
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
@@ -154,6 +171,29 @@ def _attention(
         return attend_plainly(q, k, v, pairs_in_sight(segments_BT, kind.window), spec, sinks)
 
     return plainly
+
+
+def _attention_of_pieces(
+    spec: Spec,
+    dtype: Any,
+    segments_BT: Int[Array, "B T"],
+    positions_BT: Int[Array, "B T"],
+    prompts_BT: Int[Array, "B T"] | None,
+) -> Attend:
+    """The attention of rows that devices share, by which all read the keys of whole rows."""
+    whole = Tokens(segments_BT, segments_BT if prompts_BT is None else prompts_BT, positions_BT)
+    if takes_fused(spec, dtype):
+
+        def fused(kind: LayerKind, q: Array, k: Array, v: Array, _: Array | None) -> Array:
+            return attend_pieces_fused(scaled(spec, q), k, v, whole, kind.window)
+
+        return fused
+    sights = sights_of_pieces(whole)
+
+    def in_blocks(kind: LayerKind, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+        return attend_pieces(scaled(spec, q), k, v, sights, kind.window, spec.cap, sinks)
+
+    return in_blocks
 
 
 def _attended(

@@ -26,11 +26,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from marin_rl.config import DivergenceConfig
 from marin_rl.config.training import SHARING
+from marin_rl.models.axes import CONTEXT
 from marin_rl.models.block import Norm, after_mlp, logits_of, normed
 from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
+from marin_rl.training.context import context_size, in_order, on_device, places_of
 from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
 from marin_rl.training.losses import divergence, scores_of_logits
 
@@ -179,15 +181,16 @@ def _scored(
     # program is the same as on a single device.
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
+    spread = Spread(axes, context_size(), token_ids_BT.shape[1])
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
-        states_BTE.reshape(-1, states_BTE.shape[-1]),
+        states_BTE if spread.context > 1 else states_BTE.reshape(-1, states_BTE.shape[-1]),
         tail,
         token_ids_BT.reshape(-1),
         sources_BT.reshape(-1),
         mask_BT.reshape(-1),
         temperature,
-        axes,
+        spread,
     )
     return tuple(scores.reshape(token_ids_BT.shape) for scores in flat), loads
 
@@ -204,7 +207,8 @@ def final_states(
     """
     states_BTE, _ = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
     # Of all positions, unlike `_scores_where`: a reward model reads a token that no mask has.
-    return _Tail.of(model).final_states(states_BTE, ("batch", "position"))
+    final_BTE = _Tail.of(model).final_states(states_BTE, ("batch", "position"))
+    return in_order(final_BTE, context_size())
 
 
 def _predecessors(
@@ -296,29 +300,68 @@ def _tail_scores(
     return *scores_of_logits(logits_CV, targets_C, temperature), *numbers
 
 
+class Spread(NamedTuple):
+    """Layout of rows on a mesh: the axes that they are spread over, and devices that share one.
+
+    Rows have `length` positions; those that `context` devices share are in pieces.
+    """
+
+    rows: tuple[str, ...]
+    context: int
+    length: int
+
+    @property
+    def states(self) -> PartitionSpec:
+        context = (CONTEXT,) if self.context > 1 else ()
+        return PartitionSpec(self.rows, *context)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*self.rows, *([CONTEXT] if self.context > 1 else []))
+
+
+class _Own(NamedTuple):
+    """Targets that a device scores: those that one of its own states predicts, flat."""
+
+    states_NE: Array
+    sources_N: Array
+    mask_N: Array
+
+
+def _own(spread: Spread, states: Array, sources_N: Array, mask_N: Array) -> _Own:
+    """Turn flat indexes into all states into indexes into this device's."""
+    if spread.rows:
+        sources_N = sources_N - jax.lax.axis_index(spread.rows) * sources_N.size
+    if spread.context > 1:
+        device_N, sources_N = places_of(sources_N, spread.length, spread.context)
+        mask_N = mask_N & (device_N == on_device())
+    return _Own(states.reshape(-1, states.shape[-1]), sources_N, mask_N)
+
+
 # JAX has no reverse derivative of a loop whose length depends on data: it is written out below.
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _scores_where(
-    states_NE: Float[Array, "N E"],
+    states: Float[Array, "... E"],
     tail: _Tail,
     targets_N: Int[Array, " N"],
     sources_N: Int[Array, " N"],
     mask_N: Bool[Array, " N"],
     temperature: float,
-    axes: tuple[str, ...],
+    spread: Spread,
 ) -> tuple[Float[Array, " N"], ...]:
     """Scores of the masked targets, each from the state that predicts it; 0 elsewhere.
 
     Masked tokens are brought to the front, and a loop of as many chunks as they fill runs over
-    them; the backward pass computes a chunk again instead of keeping it. `axes` are the axes of
-    the mesh that rows are spread over: each device does this for its own rows.
+    them; the backward pass computes a chunk again instead of keeping it. Each device of a mesh does
+    this for its own rows, and of rows that several share for what its own states predict. States
+    are [N, E], or [B, T, E] in pieces.
     """
 
     def score(
-        tail: _Tail, states_NE: Array, targets_N: Array, sources_N: Array, mask_N: Array
+        tail: _Tail, states: Array, targets_N: Array, sources_N: Array, mask_N: Array
     ) -> tuple[Array, ...]:
-        order_N, chunks, chunk = _masked_first(mask_N, axes)
-        sources_N = _own(sources_N, axes)
+        states_NE, sources_N, mask_N = _own(spread, states, sources_N, mask_N)
+        order_N, chunks, chunk = _masked_first(mask_N, spread.axes)
 
         def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
@@ -330,32 +373,31 @@ def _scores_where(
         zero = jnp.zeros(mask_N.shape, jnp.float32)
         scores = jax.lax.fori_loop(0, chunks, body, (zero,) * tail.outputs)
         # The last chunk may reach past the masked tokens, and scores others too.
-        return tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
+        scores = tuple(jnp.where(mask_N, scores_N, 0.0) for scores_N in scores)
+        # One of the devices that share a row has a score, the others 0.
+        return jax.lax.psum(scores, CONTEXT) if spread.context > 1 else scores
 
-    run = _on_each_device(score, axes, PartitionSpec(axes))
-    return run(tail, states_NE, targets_N, sources_N, mask_N)
+    run = _on_each_device(score, spread, PartitionSpec(spread.rows))
+    return run(tail, states, targets_N, sources_N, mask_N)
 
 
-def _on_each_device(run: Callable[..., Any], axes: tuple[str, ...], results: Any) -> Any:
+def _on_each_device(run: Callable[..., Any], spread: Spread, results: Any) -> Callable[..., Any]:
     """`run` of the whole tail and, along the axes of the mesh, each device's part of the rest.
 
-    `results` are the partition specs of its results. XLA by itself would have every device compute
-    the chunks of all. It shares out a tensor axis, within `run`.
+    Of the rest states come first. `results` are the partition specs of its results. XLA by itself
+    would have every device compute the chunks of all. It shares out a tensor axis, within `run`.
     """
-    if not axes:
+    if not spread.axes:
         return run
 
-    def spread(tail: Any, *arrays: Any) -> Any:
-        parts = (PartitionSpec(axes),) * len(arrays)
+    def spread_out(tail: Any, states: Array, *arrays: Any) -> Any:
+        parts = spread.states, *[PartitionSpec(spread.rows)] * len(arrays)
         specs: dict[str, Any] = {"in_specs": (PartitionSpec(), *parts), "out_specs": results}
-        return jax.shard_map(run, **specs, axis_names=set(axes), check_vma=False)(tail, *arrays)
+        names = set(spread.axes)
+        run_apart = jax.shard_map(run, **specs, axis_names=names, check_vma=False)
+        return run_apart(tail, states, *arrays)
 
-    return spread
-
-
-def _own(indexes_N: Int[Array, " N"], axes: tuple[str, ...]) -> Int[Array, " N"]:
-    """Turn indexes into all tokens into indexes into this device's, which they all are."""
-    return indexes_N - jax.lax.axis_index(axes) * indexes_N.size if axes else indexes_N
+    return spread_out
 
 
 def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Array, Array, int]:
@@ -376,20 +418,20 @@ def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Arr
 
 
 def _scores_forward(
-    states_NE: Any,
+    states: Any,
     tail: Any,
     targets_N: Any,
     sources_N: Any,
     mask_N: Any,
     temperature: float,
-    axes: tuple[str, ...],
+    spread: Spread,
 ) -> tuple[Any, Any]:
     # With symbolic zeros every leaf says whether a derivative by it is wanted.
-    primals = states_NE, tail, targets_N, sources_N, mask_N
+    primals = states, tail, targets_N, sources_N, mask_N
     rows: Any = custom_vjp_primal_tree_values(primals)
     wanted = tuple(bool(primal.perturbed) for primal in jax.tree.leaves(tail))
     # Only the arguments are kept: a chunk's logits, [C, V], are computed again.
-    scores: Any = _scores_where(*rows, temperature, axes)
+    scores: Any = _scores_where(*rows, temperature, spread)
     return scores, (rows, _Static(wanted))
 
 
@@ -402,9 +444,9 @@ class _Static:
 
 
 def _scores_backward(
-    temperature: float, axes: tuple[str, ...], saved: Any, gradients: tuple[Any, ...]
+    temperature: float, spread: Spread, saved: Any, gradients: tuple[Any, ...]
 ) -> Any:
-    (states_NE, tail, targets_N, sources_N, mask_N), static = saved
+    (states, tail, targets_N, sources_N, mask_N), static = saved
     leaves, structure = jax.tree.flatten(tail)
     # A scan over chunks computes what it carries, wanted or not, and the gradient of a head that is
     # frozen would be its largest part: such leaves are no argument of what is differentiated.
@@ -421,15 +463,15 @@ def _scores_backward(
 
     def gradient(
         tail: Any,
-        states_NE: Array,
+        states: Array,
         targets_N: Array,
         sources_N: Array,
         mask_N: Array,
         gradients: tuple[Array, ...],
     ) -> tuple[Array, list[Array]]:
         leaves, trained = tail
-        order_N, chunks, chunk = _masked_first(mask_N, axes)
-        sources_N = _own(sources_N, axes)
+        states_NE, sources_N, mask_N = _own(spread, states, sources_N, mask_N)
+        order_N, chunks, chunk = _masked_first(mask_N, spread.axes)
         # The forward pass returned a constant 0 off the mask: no gradient may pass there.
         by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
@@ -453,18 +495,18 @@ def _scores_backward(
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         start = (jnp.zeros_like(states_NE), nothing)
         by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
-        if axes:
-            by_tail = jax.lax.psum(by_tail, axes)  # before it is rounded
+        if spread.axes:
+            by_tail = jax.lax.psum(by_tail, spread.axes)  # before it is rounded
         by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, trained)
-        return by_states_NE, by_tail
+        return by_states_NE.reshape(states.shape), by_tail
 
-    run = _on_each_device(gradient, axes, (PartitionSpec(axes), PartitionSpec()))
-    arrays = states_NE, targets_N, sources_N, mask_N, gradients
-    by_states_NE, by_trained = run((leaves, trained), *arrays)
+    run = _on_each_device(gradient, spread, (spread.states, PartitionSpec()))
+    arrays = states, targets_N, sources_N, mask_N, gradients
+    by_states, by_trained = run((leaves, trained), *arrays)
     own = iter(by_trained)
     by_tail = structure.unflatten([next(own) if wanted else None for wanted in static.wanted])
     # Targets, sources and mask are integers and flags, which have no gradient.
-    return by_states_NE, by_tail, None, None, None
+    return by_states, by_tail, None, None, None
 
 
 _scores_where.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""Layout of arrays: one device, or a mesh with data, fsdp and tensor axes.
+"""Layout of arrays: one device, or a mesh with data, fsdp, context and tensor axes.
 
 The model names its axes, so a layout is two small mappings from those names to axes of the mesh:
 one for what is stored, one for what is computed. The step is the same in either case.
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from marin_rl.compilation import replicated
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
+from marin_rl.models.axes import CONTEXT, ROWS
 from marin_rl.training.critic import Critic
 from marin_rl.training.model import parameter_axes
 from marin_rl.training.step_types import Parameters, TrainableParams
@@ -28,11 +29,11 @@ from marin_rl.training.step_types import Parameters, TrainableParams
 # Axes between two matrices, such as an MLP's: each device has a part of both, and one sum over
 # devices follows the second.
 TENSOR = {"mlp": "tensor", "kv_head": "tensor", "heads": "tensor", "vocab": "tensor"}
-# At rest every matrix is spread over fsdp too, by the axis that all of them have.
-STORED = {"embed": "fsdp", **TENSOR}
-# In a step fsdp spreads rows in the place of `embed`: a layer's weights are gathered for its
-# products.
-COMPUTED = {"batch": ("data", "fsdp"), **TENSOR}
+# At rest every matrix is spread over fsdp and context too, by the axis that all of them have.
+SHARDED = ("fsdp", CONTEXT)
+# In a step fsdp spreads rows in the place of `embed`, and context their positions: a layer's
+# weights are gathered for its products.
+COMPUTED = {"batch": ROWS, **TENSOR}
 Optimizer = optax.GradientTransformationExtraArgs
 
 
@@ -204,12 +205,18 @@ class Layout:
         unit = math.lcm(over, together)
         return -(-rows // unit) * unit
 
+    def whole_length(self, length: int) -> int:
+        """The fewest positions, `length` or more, that devices of context cut into their pieces."""
+        pieces = 1 if self.mesh is None else 2 * self.mesh.shape.get(CONTEXT, 0) or 1
+        return -(-length // pieces) * pieces
+
     def place_rows(self, arrays: Any) -> Any:
         """Arrays [M, R, T] with the rows of each microbatch spread over data and fsdp."""
         if self.mesh is None:
             return arrays
-        # Rows over fsdp too: its devices hold other weights, but work on their own rows.
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, ("data", "fsdp"), None))
+        # Rows over fsdp too: its devices hold other weights, but work on their own rows. Those of
+        # context have them whole: they are numbers of tokens, and cut inside the program.
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, ROWS, None))
         return jax.tree.map(lambda array: _put(array, sharding), arrays)
 
     def parameter_shardings(self, template: eqx.Module) -> dict[str, NamedSharding] | None:
@@ -223,15 +230,19 @@ class Layout:
 
     def _spec(self, name: str, axes: tuple[hax.Axis, ...]) -> PartitionSpec:
         assert self.mesh is not None
+        sizes = dict(self.mesh.shape)
+        stored = {"embed": SHARDED if CONTEXT in sizes else SHARDED[0], **TENSOR}
         for axis in axes:
-            over = STORED.get(axis.name)
+            over: str | tuple[str, ...] = stored.get(axis.name, ())
+            names = (over,) if isinstance(over, str) else over
+            size = math.prod(sizes[name] for name in names)
             # Refused here, with the name, since XLA would fail in the middle of compiling the step.
-            if over is not None and axis.size % self.mesh.shape[over]:
+            if axis.size % size:
                 raise ConfigError(
-                    f"mesh.{over} is {self.mesh.shape[over]}, but axis {axis.name} of {name} has "
-                    f"{axis.size} entries: expected a divisor of it"
+                    f"{' times '.join(f'mesh.{name}' for name in names)} is {size}, but axis "
+                    f"{axis.name} of {name} has {axis.size} entries: expected a divisor of it"
                 )
-        return pspec_for_axis(axes, STORED)
+        return pspec_for_axis(axes, stored)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -240,7 +251,10 @@ class Layout:
         if self.mesh is None or not jax.sharding.get_abstract_mesh().empty:
             yield
             return
-        with set_mesh(self.mesh), hax.axis_mapping(COMPUTED):
+        computed = COMPUTED
+        if CONTEXT in self.mesh.shape:
+            computed = {**computed, "position": CONTEXT}
+        with set_mesh(self.mesh), hax.axis_mapping(computed):
             yield
 
 
@@ -253,7 +267,9 @@ def layout_of(config: MeshConfig) -> Layout:
     Raises ConfigError when the sizes do not multiply to a number of devices that is there.
     """
     devices = jax.devices()
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    # Without `context` where that is null: programs of such meshes are those of earlier runs.
+    sizes: dict[str, int] = config.model_dump()
+    sizes["tensor"] = sizes.pop("tensor")  # the last, whose devices exchange most
     fixed = int(np.prod([size for size in sizes.values() if size > 0]))
     if -1 in sizes.values():
         if len(devices) % fixed:

@@ -80,7 +80,8 @@ def trace_reward_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> in
         policy = changed.policy
         adamw = sft_adamw(config.sft, config.training)  # its numbers change no shape
         program = RewardProgram(changed, tokenizer, adamw)
-        size = 1, program.layout.whole_rows(2, together=2), policy.context_length
+        layout = program.layout
+        size = 1, layout.whole_rows(2, together=2), layout.whole_length(policy.context_length)
         ids = jax.ShapeDtypeStruct(size, jnp.int32)
         pairs = PairArrays(ids, ids, jax.ShapeDtypeStruct((*size[:2], 1), jnp.float32))
         _Shapes(changed, program, supervised_settings(changed)).trace_step(pairs, None)
@@ -227,7 +228,8 @@ class _PolicyShapes(_Shapes):
             model = with_parameters(template, combine(state.parameters, frozen))
             return sequence_scores(model, row, row, row, 1.0)
 
-        self._trace(scores)
+        # As a canary runs: outside of the mesh, which could not share out its one row.
+        jax.eval_shape(scores, self.program.like, self._frozen)
 
     def trace_engine(self) -> None:
         """Trace the embedded engine, of the model that it is given in this run."""
@@ -252,7 +254,7 @@ class _PolicyShapes(_Shapes):
         """Rows of a step with all arrays that they may have; one microbatch of the longest."""
         config, layout = self._config, self.program.layout
         buckets = config.batching.length_buckets or (config.policy.context_length,)
-        length = config.batching.row_tokens or buckets[-1]
+        length = layout.whole_length(config.batching.row_tokens or buckets[-1])
         size = 1, layout.whole_rows(config.training.microbatch_sequences), length
         ids, numbers = (jax.ShapeDtypeStruct(size, dtype) for dtype in (jnp.int32, jnp.float32))
         mask = jax.ShapeDtypeStruct(size, jnp.bool_)

@@ -133,7 +133,7 @@ def test_recomputed_activations_and_scanned_layers_have_the_same_gradients(model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2}])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"data": 2}, {"context": 2}])
 def test_a_mesh_computes_the_same_gradients(model: LanguageModel, sizes: dict[str, int]) -> None:
     layout = layout_of(MeshConfig(**sizes))
     assert layout.devices == 2

@@ -177,7 +177,7 @@ def check(**sizes: int) -> None:
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+@pytest.mark.parametrize("axis", ["fsdp", "tensor", "context"])
 def test_devices_of_a_mesh_sort_their_own_tokens(axis: str) -> None:
     check(**{axis: 2})
 

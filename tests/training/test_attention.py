@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support.cases import others_slow
 
 from marin_rl.config import MeshConfig
-from marin_rl.training import attention
-from marin_rl.training.attention import attend, sight_of
+from marin_rl.errors import ConfigError
+from marin_rl.training import attention, context
+from marin_rl.training.attention import Tokens, attend, sight_of
 from marin_rl.training.mesh import layout_of
 
 HEADS, GROUP, SIZE = 2, 3, 5
@@ -109,7 +110,7 @@ def test_blocks_that_are_seen_by_hand(monkeypatch):
     prompts = jnp.array([[3, 3, 3, 3, 3, 3, 0]])
     sight = sight_of(segments, prompts, jnp.array([[0, 1, 2, 3, 2, 3, 0]]))
     np.testing.assert_array_equal(sight.counts, [[1, 2, 2, 0]])
-    keys = sight.keys[0].tolist()
+    keys = sight.blocks[0].tolist()
     assert [keys[0][:1], keys[1][:2], keys[2][:2]] == [[0], [0, 1], [0, 2]]
 
 
@@ -176,6 +177,66 @@ def test_attention_of_a_gpu_is_each_devices_own_on_a_mesh(axis, packed):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     # nothing is gathered: of scores a device has those of half of the rows, or of the heads
     assert "all-gather" not in program.as_text()
+
+
+def in_blocks(query, keys, values, sinks, rows, *limits):
+    return context.attend_pieces(
+        query, keys, values, context.sights_of_pieces(rows), *limits, sinks
+    )
+
+
+def by_kernel(query, keys, values, _, rows, window, cap):
+    assert cap is None
+    return context.attend_pieces_fused(query, keys, values, rows, window, "xla")
+
+
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+@pytest.mark.parametrize(
+    ("pieces", "limits"),
+    [
+        pytest.param(in_blocks, (5, 0.7), id="blocks"),
+        pytest.param(in_blocks, (None, None), id="without-limits", marks=pytest.mark.slow),
+        pytest.param(by_kernel, (5, None), id="kernel", marks=pytest.mark.slow),
+    ],
+)
+def test_devices_that_share_rows_attend_as_one(monkeypatch, pieces, limits):
+    monkeypatch.setattr(attention, "POSITIONS_PER_BLOCK", 4)
+    rng, length = np.random.default_rng(7), 24
+    query, weights = rng.standard_normal((2, 2, length, HEADS, GROUP, SIZE)).astype(np.float32)
+    keys, values = rng.standard_normal((2, 2, length, HEADS, SIZE)).astype(np.float32)
+    segments, prompts = rows_of(rng, length)
+    rows = Tokens(*map(jnp.asarray, (segments, prompts, positions_of(segments, prompts))))
+    weights *= (segments > 0)[..., None, None, None]  # padding gets some finite mean
+    sinks = rng.standard_normal((HEADS, GROUP)).astype(np.float32)
+    sinks = jnp.asarray(sinks) if pieces is in_blocks else None
+
+    def combined(query, keys, values, sinks):
+        n = context.context_size()
+        arrays = [context.in_pieces(array, n) for array in (query, keys, values)]
+        if n == 1:
+            found = attend(*arrays, sight_of(*rows), *limits, sinks)
+        else:
+            found = pieces(*arrays, sinks, rows, *limits)
+        found = context.in_order(found, n)
+        return jnp.sum(found * weights), found * (weights != 0)
+
+    graded = jax.jit(jax.grad(combined, argnums=(0, 1, 2, 3), has_aux=True))
+    expected = graded(query, keys, values, sinks)
+    with layout_of(MeshConfig(context=2)).active():
+        found = graded(query, keys, values, sinks)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_each_device_has_an_early_and_a_late_piece_of_a_row():
+    row = jnp.arange(8)[None]
+    assert context.in_pieces(row, 2)[0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert context.in_order(context.in_pieces(row, 2), 2)[0].tolist() == list(range(8))
+    device, place = context.places_of(jnp.arange(16), 8, 2)
+    assert device.tolist() == [0, 0, 1, 1, 1, 1, 0, 0] * 2
+    assert place.tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7]
+    with pytest.raises(ConfigError, match=r"rows of a multiple of 4 tokens.* found 10"):
+        context.in_pieces(jnp.arange(10)[None], 2)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_rows_of_pairs_are_filled_up_to_what_devices_share_out_evenly(data, rows
 
 @pytest.mark.slow
 @pytest.mark.skipif("len(jax.devices()) < 2", reason="needs two devices")
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "context"])
 def test_a_mesh_gives_the_same_parameters(axis):
     batch = random_pairs(5)
     single, (expected,) = played(batch)

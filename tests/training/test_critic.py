@@ -352,7 +352,7 @@ def test_warm_up_leaves_the_policy_alone_and_resuming_ends_in_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", ["data", "fsdp"])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "context"])
 @pytest.mark.parametrize("trunk", ["own", "shared"])
 def test_on_a_mesh_the_critic_learns_as_on_one_device(debug, tokenizer, axis, trunk) -> None:
     config = debug(*SETTINGS, f"training.critic.trunk={trunk}")

@@ -84,7 +84,7 @@ def test_other_optimizers_shard_their_moments_as_parameters(single, tokenizer, o
 
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "context"])
 def test_parameters_after_two_steps_are_those_of_one_device(single, tokenizer, axis):
     config, (expected, metrics, compiled) = single
     assert compiled == 0
@@ -106,7 +106,10 @@ EIGHT = (
     "policy.model.vocab_size=104", "policy.model.tie_embeddings=false",
     "objective.ratio_level=token", "objective.kl_coefficient=0.1", "training.weight_decay=0.1",
 )  # fmt: skip
-MESHES = [{"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [
+    {"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 2, "tensor": 2, "context": 2},
+]  # fmt: skip
 
 
 def after_three_steps(config, mesh, *, packed=False):
@@ -243,6 +246,21 @@ def test_each_device_scores_its_own_rows_and_no_others(axis):
     assert f"f32[{4 * LENGTH},{VOCAB}]" in program
     assert f"f32[{8 * LENGTH},{VOCAB}]" not in program
     for ours, theirs in zip(found, expected, strict=True):  # sums of terms as large as the largest
+        atol = 1e-5 + 2e-6 * np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+def test_devices_score_rows_that_they_share_as_one_does():
+    """A completion's first token is predicted from a prompt's last state, on another device."""
+    model, rows = build_model(tiny_policy(layers=2), VOCAB, 0), shared_rows(4)
+    head = ScalarHead.init(model.spec.width, jax.random.PRNGKey(2), std=1.0)
+    expected, _ = graded(model, head, SINGLE_DEVICE, rows)
+    found, program = graded(model, head, layout_of(MeshConfig(context=2)), rows)
+    assert f"f32[4,{LENGTH // 2},{model.spec.mlp_width}]" in program
+    assert f"f32[4,{LENGTH},{model.spec.mlp_width}]" not in program
+    for ours, theirs in zip(found, expected, strict=True):
         atol = 1e-5 + 2e-6 * np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
 
