@@ -152,6 +152,17 @@ def check_named(
         allow(value)
 
 
+def code_of_updates(config: Config) -> tuple[str, ...]:
+    """Sections whose code the updates of a round run.
+
+    The environment says which tools its prompts offer, where a teacher beside the policy reads them
+    after a context.
+    """
+    teacher = config.distillation
+    rendered = teacher is not None and teacher.loss is not None and teacher.context
+    return ("objective", "environment") if rendered else ("objective",)
+
+
 def named_in(config: Config) -> dict[str, str]:
     """Texts of a run's content that name code, places and addresses, by their dotted keys."""
     tree = content_fields(config)

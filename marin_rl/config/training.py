@@ -278,7 +278,7 @@ class DistillationConfig(Section):
             raise ValueError(f"{' and '.join(named)} are two teachers: expected one of them")
         if "endpoint" not in named and (self.route or self.model):
             raise ValueError("route and model are those of an endpoint: expected one, found null")
-        given = [name for name in ("endpoint", "context", "environments") if getattr(self, name)]
+        given = [name for name in ("endpoint", "environments") if getattr(self, name)]
         if self.loss is not None and given:
             raise ValueError(
                 "loss compares all tokens that the policy and a teacher beside it give for the "

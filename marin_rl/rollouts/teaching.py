@@ -149,8 +149,7 @@ class Prompts:
 
         Raises InputError where the chat template gives other ids than `prompt` for the messages.
         """
-        turns = takewhile(lambda turn: turn.inference_metadata is None, rollout.turns)
-        plain, taught = self.rendered(example, [turn.message for turn in turns])
+        plain, taught = self.rendered(example, opening(rollout))
         if not np.array_equal(plain, prompt):
             raise InputError(
                 f"distillation.context: the prompt of {rollout.rollout_id} is not what the chat "
@@ -175,6 +174,26 @@ class Prompts:
                 template.prompt(with_context(messages, self.context), tools),
             )
         return self._known[key]
+
+
+def opening(rollout: Rollout) -> list[Message]:
+    """Messages before the first turn of the policy."""
+    turns = takewhile(lambda turn: turn.inference_metadata is None, rollout.turns)
+    return [turn.message for turn in turns]
+
+
+def taught_prompts(run: Run, rounds: Sequence[int]) -> dict[bytes, Int32[np.ndarray, " _"]]:
+    """Ids of the prompts of sealed rounds as the teacher reads them, by the policy's, as bytes.
+
+    Raises as `Prompts.rendered` and `iter_shards` do.
+    """
+    prompts, taught = Prompts(run.config, environment_of(run.config)), dict[bytes, np.ndarray]()
+    for round in rounds:
+        for group in (group for table in iter_shards(run, round) for group in groups_of(table)):
+            for messages in filter(None, map(opening, group.rollouts)):
+                plain, whole = prompts.rendered(group.example, messages)
+                taught[plain.astype(np.int32).tobytes()] = whole
+    return taught
 
 
 def with_context(messages: Sequence[Message], context: Sequence[Message]) -> list[Message]:

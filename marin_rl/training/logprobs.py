@@ -56,11 +56,28 @@ class TokenScores(NamedTuple):
     divergences: Float[Array, "B T"] | None = None
 
 
+class TeacherRows(NamedTuple):
+    """Rows that a teacher reads in place of the policy's: the same but for longer prompts.
+
+    `places` are where the tokens of the policy's rows are in them, from the last one of each prompt
+    on; those of earlier tokens are arbitrary.
+    """
+
+    token_ids: Int[Any, "*M R S"]
+    segment_ids: Int[Any, "*M R S"]
+    positions: Int[Any, "*M R S"]
+    places: Int[Any, "*M R T"]
+
+
 class Taught(NamedTuple):
-    """A teacher of the policy that is scored, and how far apart they are counted to be."""
+    """A teacher of the policy that is scored, and how far apart they are counted to be.
+
+    `rows`: what it reads; None: the policy's.
+    """
 
     model: LanguageModel
     divergence: DivergenceConfig
+    rows: TeacherRows | None = None
 
 
 class Packing(NamedTuple):
@@ -151,28 +168,37 @@ def _scored(
     head's output if there is one; and loads of experts by these tokens.
     """
     token_ids_BT, segment_ids_BT, positions_BT, mask_BT = rows
-    sources_BT, prompts_BT = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
-    if packing.packed_rows and prompts_BT is None and not on_tpu():
-        # Plain attention computes all T x T pairs of a packed row; attention by blocks computes
-        # only those in sight.
-        prompts_BT = segment_ids_BT
+    sources_BT, _ = _predecessors(segment_ids_BT, positions_BT, packing.shared_prompts)
 
-    def states_of(model: LanguageModel) -> tuple[Array, ExpertLoads | None]:
+    def states_of(
+        model: LanguageModel, rows: tuple[Array, ...]
+    ) -> tuple[Array, ExpertLoads | None]:
+        token_ids_BT, segments_BT, positions_BT, counted_BT = rows
+        _, prompts_BT = _predecessors(segments_BT, positions_BT, packing.shared_prompts)
+        if packing.packed_rows and prompts_BT is None and not on_tpu():
+            # Plain attention computes all T x T pairs of a packed row; attention by blocks computes
+            # only those in sight.
+            prompts_BT = segments_BT
         return states_before_last_mlp(
             model,
             token_ids_BT,
-            segment_ids_BT,
+            segments_BT,
             positions_BT,
             prompts_BT,
-            mask_BT,
+            counted_BT,
             alone=packing == ALONE,
         )
 
-    states_BTE, loads = states_of(model)
+    states_BTE, loads = states_of(model, rows)
     tail = _Tail.of(model, head, words=words)
     if taught is not None:
+        read, other = rows, taught.rows
+        if other is not None:
+            read = other.token_ids, other.segment_ids, other.positions, other.segment_ids > 0
+        theirs_BTE, _ = jax.lax.stop_gradient(states_of(taught.model, read))
+        if other is not None:
+            theirs_BTE = jnp.take_along_axis(theirs_BTE, other.places[..., None], axis=1)
         # Side by side, as all that predicts a token.
-        theirs_BTE, _ = jax.lax.stop_gradient(states_of(taught.model))
         states_BTE = jnp.concatenate([states_BTE, theirs_BTE], axis=-1)
         tail = dataclasses.replace(
             tail, teacher=_Tail.of(taught.model), divergence=taught.divergence

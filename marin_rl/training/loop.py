@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float32
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.batching.reuse import reused_by
 from marin_rl.compilation import gathered
 from marin_rl.config import Config, fingerprint_fields
 from marin_rl.errors import CorruptObject, InputError
@@ -25,7 +26,7 @@ from marin_rl.metrics import over_steps
 from marin_rl.models.module import LanguageModel
 from marin_rl.processes import leads
 from marin_rl.progress import phase
-from marin_rl.rollouts.teaching import STAMP, another_teacher
+from marin_rl.rollouts.teaching import STAMP, another_teacher, taught_prompts
 from marin_rl.storage.checkpoints import ExtraParts
 from marin_rl.storage.commits import manifest_of, new_attempt
 from marin_rl.storage.run_progress import as_continued, optimizer_round
@@ -67,7 +68,7 @@ from marin_rl.training.step_types import (
     TrainState,
 )
 from marin_rl.training.teacher import LocalTeacher, local_teacher, teacher_spec
-from marin_rl.trust import Consent, check_named
+from marin_rl.trust import Consent, check_named, code_of_updates
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest
 
@@ -158,7 +159,7 @@ class Trainer(Phase):
         # Rounds before a fork are trained as the run that played them says.
         player = self._run.at_round(round)
         if player is not self._run:
-            check_named(player, player.config, Consent(), ("objective",))
+            check_named(player, player.config, Consent(), code_of_updates(player.config))
         trainer = self if player is self._run else Trainer(player, self._tokenizer)
         before, batches = trained_from(player, checkpoint, round)
         # First of all the state before it, which may take rounds of its own.
@@ -356,7 +357,9 @@ class Trainer(Phase):
         # In a single update the old logprobs are the current ones, which the step computes anyway.
         correcting = (total > 1 or weighing) and objective.importance_correction != "none"
         penalising = reference is not None and objective.kl_placement == "reward"
-        if not total or not (correcting or penalising or by_token or distillation):
+        with_context = self._settings.distillation and self._settings.distillation.context
+        needed = correcting or penalising or by_token or distillation or with_context
+        if not total or not needed:
             return [], {}
         read = list(batches())
         # The whole round at once: whitening and penalties are over all of its tokens.
@@ -377,6 +380,9 @@ class Trainer(Phase):
             precompute.weigh(norms, groups_of(self._run, round))
         if distillation is not None:
             precompute.distil(distillation.coefficient)
+        if with_context:
+            rounds = (round, *reused_by(self._run, round))
+            precompute.place_context(taught_prompts(self._run, rounds))
         return precompute.extras, precompute.metrics
 
     def _rows(self, batch: TrainingBatch) -> StepRows:
@@ -474,6 +480,7 @@ def decisive_content(config: Config) -> dict[str, Any]:
     """The configuration that decides what a round's batches train, besides those batches."""
     teacher = config.distillation
     divergence = None if teacher is None else teacher.loss
+    context = None if teacher is None else fingerprint_fields(teacher).get("context")
     return {
         "program": PROGRAM_VERSION,
         "policy": fingerprint_fields(config.policy),
@@ -485,4 +492,5 @@ def decisive_content(config: Config) -> dict[str, Any]:
         # Only where it applies: fingerprints of earlier runs stay what they were.
         **({} if teacher is None else {"teacher": teacher.coefficient}),
         **({} if divergence is None else {"divergence": fingerprint_fields(divergence)}),
+        **({"context": context} if divergence is not None and context else {}),
     }

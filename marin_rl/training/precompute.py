@@ -15,15 +15,20 @@ Axes: M microbatches, R rows of one, T positions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64
+from jaxtyping import Bool, Float32, Float64, Int32
 
 from marin_rl.batching.advantages import rewards_of
 from marin_rl.config import CriticConfig, ObjectiveConfig
+from marin_rl.errors import InputError
+from marin_rl.training.logprobs import TeacherRows, rounded_up
 from marin_rl.training.reference_policy import KlPenalty
 from marin_rl.training.segments import rollouts_of_tokens
-from marin_rl.training.step_types import StepArrays, StepRows
+from marin_rl.training.step_types import StepArrays, StepRows, in_microbatches
 from marin_rl.training.token_advantages import (
     return_weights,
     rollout_gae,
@@ -64,6 +69,42 @@ def distillation_metrics(
     return {"distillation/kl": float(-d.mean()), "distillation/kl_k3": float(k3.mean()), **metrics}
 
 
+def as_taught(
+    batch: TrainingBatch, row: int, taught: Mapping[bytes, Int32[np.ndarray, " _"]]
+) -> tuple[Int32[np.ndarray, "3 S"], Int32[np.ndarray, " T"]]:
+    """Ids, segments and positions of a row with the teacher's prompts, and `TeacherRows.places`.
+
+    `taught` has these by the policy's, as bytes. Raises InputError for a prompt that it lacks.
+    """
+    segments_T, starts_T = batch.segment_ids[row], batch.positions[row]
+    edges = [*np.flatnonzero(np.diff(segments_T, prepend=-1)).tolist(), len(segments_T)]
+    parts, end, longer = list[np.ndarray]([np.zeros((3, 0))]), 0, 0
+    places_T = np.zeros(len(segments_T), np.int32)
+    for start, stop in pairwise(edges):
+        if not segments_T[start]:
+            continue
+        ids, positions = batch.token_ids[row, start:stop], starts_T[start:stop] + longer
+        if starts_T[start] == 0:
+            trained = np.flatnonzero(batch.loss_mask[row, start:stop])
+            lead = int(trained[0]) if len(trained) else len(ids)
+            prompt = taught.get(ids[:lead].tobytes())
+            continued = stop < len(segments_T) and starts_T[stop] > 0
+            if prompt is None and (len(trained) or continued):
+                raise InputError(
+                    f"distillation.context: a prompt of {lead} tokens is not what the chat "
+                    "template makes of the messages of its rollout, so nothing can be put before "
+                    "them; leave the context out"
+                )
+            ids = ids if prompt is None else np.concatenate([prompt, ids[lead:]])
+            longer, positions = len(ids) - (stop - start), np.arange(len(ids))
+        # Aligned at the end, where a prompt is followed by what it is continued with.
+        own = np.arange(len(ids) - (stop - start), len(ids))
+        places_T[start:stop] = end + np.maximum(own, 0)
+        parts.append(np.stack([ids, np.full(len(ids), segments_T[start]), positions]))
+        end += len(ids)
+    return np.concatenate(parts, axis=1).astype(np.int32), places_T
+
+
 RowsPass = Callable[[StepRows], Float32[np.ndarray, "M R T"]]
 
 
@@ -84,10 +125,14 @@ class RowExtras:
     values: Float32[np.ndarray, "M R T"] | None = None
     returns: Float32[np.ndarray, "M R T"] | None = None
     norms: Float32[np.ndarray, "M R T"] | None = None
+    taught: TeacherRows | None = None
 
     def __call__(self, rows: StepRows) -> StepRows:
         arrays = rows.arrays._replace(
-            old_logprobs=self.old_logprobs, old_values=self.values, returns=self.returns
+            old_logprobs=self.old_logprobs,
+            old_values=self.values,
+            returns=self.returns,
+            taught=self.taught,
         )
         if self.advantages is not None:
             arrays = arrays._replace(advantages=arrays.advantages + self.advantages)
@@ -108,12 +153,29 @@ class RowPrecompute:
         self.extras = [RowExtras() for _ in rows]
         self.metrics: Mapping[str, float] = {}
 
-    def _add(self, **arrays: Sequence[Float32[np.ndarray, "M R T"]]) -> None:
+    def _add(self, **arrays: Sequence[Any]) -> None:
         """Give the extras of each step its own of every array named."""
         self.extras = [
             replace(extra, **{name: steps[number] for name, steps in arrays.items()})
             for number, extra in enumerate(self.extras)
         ]
+
+    def place_context(self, taught: Mapping[bytes, Int32[np.ndarray, " _"]]) -> None:
+        """Add the rows that a teacher reads, of one length, for these prompts (`as_taught`)."""
+        read = [
+            [as_taught(batch, row, taught) for row in range(len(batch.token_ids))]
+            for batch in self._batches
+        ]
+        length = rounded_up(max((r.shape[1] for rows in read for r, _ in rows), default=1))
+        steps = list[TeacherRows]()
+        for rows, step in zip(read, self._arrays, strict=True):
+            microbatches, count, _ = step.mask.shape
+            cut = partial(in_microbatches, dtype=np.int32, rows=count, microbatches=microbatches)
+            filled = np.stack([np.pad(r, ((0, 0), (0, length - r.shape[1]))) for r, _ in rows], 1)
+            token_ids, segment_ids, positions = map(cut, filled)
+            places = cut(np.stack([places_T for _, places_T in rows]))
+            steps.append(TeacherRows(token_ids, segment_ids, positions, places))
+        self._add(taught=steps)
 
     def correct(self, score: RowsPass) -> None:
         """Add the logprobs of all rows by the parameters before the first update."""

@@ -23,7 +23,7 @@ from marin_rl.storage.tables.tombstones import pruned_parts
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.loop import Trainer, trained_from
 from marin_rl.training.state import tree_of
-from marin_rl.trust import Consent, check_named
+from marin_rl.trust import Consent, check_named, code_of_updates
 from schemas.manifests import Manifest
 
 # A record from elsewhere may ask for no more threads than this.
@@ -71,7 +71,7 @@ def replay_round(run: Run, round: int, *, trust: bool = False) -> Replay:
     ConfigError where another user's run names a loss, unless `trust`.
     """
     player = run.at_round(round)
-    check_named(player, player.config, Consent(trust=trust), ("objective",))
+    check_named(player, player.config, Consent(trust=trust), code_of_updates(player.config))
     hint = f"expected a trained round; `marin-rl status {player.run_id}` shows which there are"
     recorded = committed_manifest(player.store, checkpoint_slot(round + 1), hint)
     start, batches = trained_from(player, recorded, round)

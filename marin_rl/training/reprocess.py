@@ -24,7 +24,7 @@ from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.run_records import refuse_withdrawn
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.storage.tables.rewards import read_rewards
-from marin_rl.trust import Consent, check_named
+from marin_rl.trust import Consent, check_named, code_of_updates
 from schemas.tables import DISPOSITION_KINDS
 
 # What may change without sampling anything again.
@@ -103,7 +103,7 @@ def reprocess_round(
     player = run.at_round(round)
     refuse_withdrawn(player.folder)
     config = _changed(player.config, overrides)
-    sections = ("objective", "asynchrony") if gradient else ("asynchrony",)
+    sections = ("asynchrony", *(code_of_updates(config) if gradient else ()))
     check_named(player, player.config, Consent(trust=trust), sections)
     other = None if rewards is None else read_rewards(run, round, rewards)
     # Planned again and not read: both sides are then of the code that runs now.

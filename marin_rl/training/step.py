@@ -124,7 +124,7 @@ class Scorer:
         taught = None
         if teacher and settings.divergence is not None and settings.teacher is not None:
             theirs = with_parameters(model_of(settings.teacher), teacher)
-            taught = Taught(theirs, settings.divergence)
+            taught = Taught(theirs, settings.divergence, rows.taught)
         scores = token_logprobs(
             policy,
             *rows.inputs,

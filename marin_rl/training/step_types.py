@@ -19,7 +19,7 @@ from marin_rl.config import (
     PreferenceLossConfig,
 )
 from marin_rl.models.spec import Spec
-from marin_rl.training.logprobs import ALONE, Packing, TokenScores
+from marin_rl.training.logprobs import ALONE, Packing, TeacherRows, TokenScores
 from marin_rl.training.model import Parameters
 from marin_rl.training.segments import rollout_shares
 from marin_rl.types import TrainingBatch
@@ -80,6 +80,7 @@ class StepArrays(NamedTuple):
     `old_logprobs` are the trainer's before the first update on these rows; None where this step is
     that update. `old_values` are a critic's before that update, `returns` what it is to learn; None
     without a critic. `loss_weights` are those of tokens when supervised; None: 1 on the mask.
+    `taught` are the rows that a teacher beside the policy reads; None: these.
     `rollout_shares` are 1 / the trained tokens of a token's rollout where some
     rollout was cut into several segments; None where each segment is one.
     """
@@ -95,6 +96,7 @@ class StepArrays(NamedTuple):
     returns: Float[Any, "M R T"] | None = None
     rollout_shares: Float[Any, "M R T"] | None = None
     loss_weights: Float[Any, "M R T"] | None = None
+    taught: TeacherRows | None = None
 
     @property
     def inputs(self) -> tuple[Array, Array, Array, Array]:

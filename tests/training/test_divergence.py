@@ -25,10 +25,12 @@ from marin_rl.storage.tables.batches import read_dispositions
 from marin_rl.training.logprobs import final_states
 from marin_rl.training.losses import divergence
 from marin_rl.training.model import named_parameters, with_parameters
+from marin_rl.training.precompute import RowPrecompute, as_taught
 from marin_rl.training.replay import replay_round
 from marin_rl.training.reprocess import reprocess_round
 from marin_rl.training.step import ForwardBackward, beside_teacher
-from marin_rl.training.step_types import StepSettings, TrainableParams, step_arrays
+from marin_rl.training.step_types import StepRows, StepSettings, TrainableParams, step_arrays
+from marin_rl.types import TrainingBatch
 
 FORMS = [
     DivergenceConfig(beta=beta, top_k=top_k) for beta in (0.0, 0.3, 1.0) for top_k in (None, 5)
@@ -86,13 +88,75 @@ def logits_BTV(model: LanguageModel, rows: tuple) -> jax.Array:
     return logits_of(model.spec, model.head, final_states(model, *rows[:3]))
 
 
-def test_the_gradient_of_a_step_is_that_of_the_definition():
+def row_of(*segments: tuple[int, int, list[int], list[int]]) -> TrainingBatch:
+    """A row of segments of an id, first position, tokens and mask, and two tokens of padding."""
+    columns = [np.zeros(0, np.int32)] * 4
+    for segment, first, ids, mask in segments:
+        own = ids, mask, [segment] * len(ids), range(first, first + len(ids))
+        columns = [
+            np.append(a, list(b)).astype(np.int32) for a, b in zip(columns, own, strict=True)
+        ]
+    padded = (np.pad(column, (0, 2))[None] for column in columns)
+    names = "token_ids", "loss_mask", "segment_ids", "positions"
+    blank = np.zeros((1, len(columns[0]) + 2), np.float32)
+    return TrainingBatch(
+        **dict(zip(names, padded, strict=True)), policy_logprobs=blank, advantages=blank,
+        returns=blank,
+    )  # fmt: skip
+
+
+def prompts(*pairs: tuple[list[int], list[int]]) -> dict[bytes, np.ndarray]:
+    return {np.int32(plain).tobytes(): np.int32(taught) for plain, taught in pairs}
+
+
+def test_a_context_stands_before_each_prompt_of_a_row():
+    whole = prompts(([5, 6], [9, 9, 5, 6]), ([7], [9, 9, 7]))
+    packed = row_of((1, 0, [5, 6, 1, 2], [0, 0, 1, 1]), (2, 0, [7, 3], [0, 1]))
+    rows, places = as_taught(packed, 0, whole)
+    assert rows.tolist() == [
+        [9, 9, 5, 6, 1, 2, 9, 9, 7, 3],
+        [1, 1, 1, 1, 1, 1, 2, 2, 2, 2],
+        [0, 1, 2, 3, 4, 5, 0, 1, 2, 3],
+    ]
+    assert places.tolist() == [2, 3, 4, 5, 8, 9, 0, 0]
+    # Two completions of one prompt; then a sequence without a trained token, which stays.
+    shared = row_of(
+        (3, 0, [5, 6], [0, 0]), (1, 2, [1, 2], [1, 1]), (2, 2, [4], [1]), (4, 0, [8], [0])
+    )
+    rows, places = as_taught(shared, 0, whole)
+    assert rows.tolist() == [
+        [9, 9, 5, 6, 1, 2, 4, 8],
+        [3, 3, 3, 3, 1, 1, 2, 4],
+        [0, 1, 2, 3, 4, 5, 4, 0],
+    ]
+    assert places.tolist() == [2, 3, 4, 5, 6, 7, 0, 0]
+    for row in (packed, shared):
+        with pytest.raises(InputError, match=r"context: a prompt of 2 tokens is not what the chat"):
+            as_taught(row, 0, prompts(([7], [9, 7])))
+
+
+@pytest.mark.parametrize("rows_of_the_teacher", ["the policy's", "with a context"])
+def test_the_gradient_of_a_step_is_that_of_the_definition(rows_of_the_teacher: str):
     """Of a teacher of another width, over packed rows in microbatches; no advantage counts."""
     model, teacher = tiny_model(), tiny_model(width=48, seed=3)
     form = DivergenceConfig(beta=0.3, top_k=8)
     batch = random_batch(5, 16, 0)
     batch = replace(batch, advantages=np.zeros_like(batch.advantages))
     arrays, used = step_arrays(batch, 2, 3)
+    read = (arrays.token_ids, arrays.segment_ids, arrays.positions)
+    places = np.broadcast_to(np.arange(16), (6, 16))
+    if rows_of_the_teacher == "with a context":
+        prompt = [
+            ids[: mask.argmax()].tolist()
+            for ids, mask in zip(batch.token_ids, batch.loss_mask, strict=True)
+        ]
+        found = prompts(*((plain, [3, 1, 4, *plain]) for plain in prompt))
+        precompute = RowPrecompute(ObjectiveConfig(), [batch], [StepRows(arrays, used)])
+        precompute.place_context(found)
+        arrays = precompute.extras[0](StepRows(arrays, used)).arrays
+        assert arrays.taught is not None
+        *read, places = arrays.taught
+        places = places.reshape(6, 16)
     settings = StepSettings(
         objective=ObjectiveConfig(aggregation="token_mean"),
         distillation=DistillationConfig(loss=form, coefficient=0.7),
@@ -105,7 +169,9 @@ def test_the_gradient_of_a_step_is_that_of_the_definition():
     assert found.policy is not None
     named = arrays.token_ids, arrays.segment_ids, arrays.positions, arrays.mask
     rows = tuple(jnp.asarray(each.reshape(6, 16)) for each in named)
-    theirs = jax.jit(logits_BTV)(teacher, rows)
+    length = read[0].shape[-1]
+    theirs = jax.jit(logits_BTV)(teacher, tuple(each.reshape(6, length) for each in read))
+    theirs = np.take_along_axis(np.asarray(theirs), places[..., None], axis=1)
 
     def loss(parameters: dict[str, jax.Array]) -> jax.Array:
         apart = divergence(form, theirs, logits_BTV(with_parameters(model, parameters), rows))
@@ -167,10 +233,26 @@ def test_a_run_learns_from_a_larger_teacher_alone(tmp_path: Path):
     runtime.close()
 
 
+@pytest.mark.slow
+def test_a_run_learns_what_its_first_policy_says_after_a_context(tmp_path: Path):
+    context = (
+        "distillation.context=[{role: user, content: hi}, {role: assistant, content: HO}]",
+        "policy.model.initializer_range=0.5", "policy.context_length=256",
+    )  # fmt: skip
+    run = played(tmp_path, 5, "distillation.loss={beta: 0}", *context)
+    rows = sql(tmp_path, run.run_id, "select * from metrics order by round").to_dicts()
+    apart = [row["distillation/divergence"] for row in rows]
+    assert 1e-4 < np.mean(apart[-2:]) < 0.9 * apart[0]
+    assert [each for each in verify_run(run) if each.problem] == []
+    assert replay_round(run, 1).equal
+    less = reprocess_round(run, 1, ["distillation.coefficient=0"])
+    assert less.gradient is not None
+    assert less.gradient.norm_after < less.gradient.norm_before
+
+
 def test_settings_that_it_cannot_compare_by_are_refused(tmp_path: Path):
     for item, message in (
         ("distillation.endpoint=http://127.0.0.1:9/v1", "expected endpoint null, or loss null"),
-        ('distillation.context=[{"role": "user", "content": "a"}]', "expected context null"),
         ("distillation.environments=[a]", "expected environments null"),
         ("distillation.loss.beta=1.5", "distillation.loss.beta"),
         ("sampling.temperature=0.5", "expected sampling.temperature 1"),
