@@ -106,7 +106,7 @@ def row_of(*segments: tuple[int, int, list[int], list[int]]) -> TrainingBatch:
 
 
 def prompts(*pairs: tuple[list[int], list[int]]) -> dict[bytes, np.ndarray]:
-    return {np.int32(plain).tobytes(): np.int32(taught) for plain, taught in pairs}
+    return {np.array(a, np.int32).tobytes(): np.array(b, np.int32) for a, b in pairs}
 
 
 def test_a_context_stands_before_each_prompt_of_a_row():
@@ -171,7 +171,7 @@ def test_the_gradient_of_a_step_is_that_of_the_definition(rows_of_the_teacher: s
     rows = tuple(jnp.asarray(each.reshape(6, 16)) for each in named)
     length = read[0].shape[-1]
     theirs = jax.jit(logits_BTV)(teacher, tuple(each.reshape(6, length) for each in read))
-    theirs = np.take_along_axis(np.asarray(theirs), places[..., None], axis=1)
+    theirs = jnp.take_along_axis(theirs, jnp.asarray(places)[..., None], axis=1)
 
     def loss(parameters: dict[str, jax.Array]) -> jax.Array:
         apart = divergence(form, theirs, logits_BTV(with_parameters(model, parameters), rows))
