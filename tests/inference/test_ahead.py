@@ -32,6 +32,8 @@ from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.models.module import LanguageModel
 
+pytestmark = pytest.mark.slow  # a form for accelerators: engines that compile anew
+
 
 class Recording(AheadRunner):
     """Notes when chunks are dispatched, and when they are read."""
@@ -89,7 +91,6 @@ def wishes(rng: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_results_under_load_are_those_of_an_engine_that_reads_each_chunk_first(model, prefix_cache):
@@ -108,7 +109,6 @@ def test_results_under_load_are_those_of_an_engine_that_reads_each_chunk_first(m
         assert ahead.active == 0
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_an_engine_with_an_accelerators_programs_has_the_results_of_a_cpus(model, prefix_cache):

@@ -82,9 +82,8 @@ def test_requests_compile_what_they_need_and_the_cache_grows_with_them() -> None
         assert [name for name in runner.programs if f"of {SLOTS} at" in name]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "positions"), [(230, 512), pytest.param(100, POSITIONS_MIN, marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "positions"), [(230, 512), (100, POSITIONS_MIN)])
 def test_a_running_sequence_moves_to_a_larger_cache_and_back(prompt: int, positions: int) -> None:
     engine, runner = growing_engine(LONG)
     steps = 4 * (CHUNKS_BEFORE_SHRINKING + 5)

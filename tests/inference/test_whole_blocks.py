@@ -137,6 +137,7 @@ class Played:
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("itself_compiled_quickly")
 def test_one_block_gives_the_logits_of_many_by_every_program() -> None:
     whole, blocks = Played("whole"), Played("blocks")
@@ -188,6 +189,7 @@ def lowered_step(form: str, layers: int = 2) -> Any:
     return step.lower(played.fused, played.cache, *vectors)
 
 
+@pytest.mark.slow
 def test_a_step_has_no_conditional_and_writes_in_place() -> None:
     whole, stacked = lowered_step("whole"), lowered_step("stacked")
     blocks = lowered_step("blocks").compile().as_text()
@@ -216,6 +218,7 @@ def lowered_prefill(layers: int) -> Any:
     return prefill_slots.lower(*inputs)
 
 
+@pytest.mark.slow
 def test_a_chunk_samples_on_the_device_and_keeps_its_state_there() -> None:
     """As the engine runs it: cache donated, tokens in a loop, the last chunk's state an input."""
     played = Played("stacked")

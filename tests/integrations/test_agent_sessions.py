@@ -202,6 +202,7 @@ def test_a_harness_that_fails_or_never_comes_costs_its_rollout(tmp_path: Path) -
     assert "no agent took the session for 12 s" in errors[1]
 
 
+@pytest.mark.slow
 def test_a_door_may_be_killed_and_started_again_in_between(tmp_path: Path) -> None:
     config = offered(tmp_path)
 

@@ -87,6 +87,7 @@ class Spoiling(HttpThread):
         super().__init__(_Server(("127.0.0.1", 0), Handler), "/v1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["completions", "sglang"])
 def test_both_routes_give_the_models_own_logprobs(server: PolicyServer, route: str) -> None:
     config = configured(server.base_url, "runs", f"distillation.route={route}")

@@ -78,6 +78,7 @@ def test_blocks_lie_in_the_last_axes_that_have_a_power_of_two():
     assert moment_bytes((10, 3)) == 8 * 30
 
 
+@pytest.mark.slow
 def test_directions_are_nearly_adams_and_small_arrays_exactly():
     rng = np.random.default_rng(1)
     shapes = {"matrix": (8, 32, 256), "norm": (576,)}
@@ -99,6 +100,7 @@ def test_directions_are_nearly_adams_and_small_arrays_exactly():
         assert difference.max() < 0.5, step
 
 
+@pytest.mark.slow
 def test_large_arrays_are_updated_piece_by_piece_to_the_same_values(monkeypatch):
     rng = np.random.default_rng(2)
     shapes = {"layers": (3, 32, 256), "words": (1024, 256), "across": (3, 1024, 8)}

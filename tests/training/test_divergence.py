@@ -135,6 +135,7 @@ def test_a_context_stands_before_each_prompt_of_a_row():
             as_taught(row, 0, prompts(([7], [9, 7])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_of_the_teacher", ["the policy's", "with a context"])
 def test_the_gradient_of_a_step_is_that_of_the_definition(rows_of_the_teacher: str):
     """Of a teacher of another width, over packed rows in microbatches; no advantage counts."""

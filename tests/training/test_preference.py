@@ -126,6 +126,7 @@ def test_pairs_are_committed_with_the_references_log_probabilities(begun, tokeni
     )
 
 
+@pytest.mark.slow
 def test_without_a_reference_nothing_is_scored(begun, tokenizer):
     run = begun(
         "preference.loss.type=simpo", "preference.loss.beta=2", "preference.loss.target_margin=0.5"
@@ -136,6 +137,7 @@ def test_without_a_reference_nothing_is_scored(begun, tokenizer):
     assert ref.summary["preference/loss"] > ref.summary["preference/held_out_loss"]
 
 
+@pytest.mark.slow
 def test_answers_with_labels_are_learned_without_pairs(begun, tokenizer, tmp_path):
     rows = [
         {"prompt": f"say {number}", "completion": ANSWERS[number % 3], "label": True}
