@@ -32,7 +32,13 @@ from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
 from marin_rl.models.spec import Spec
 from marin_rl.training.attention import on_tpu
-from marin_rl.training.context import context_size, in_order, on_device, places_of
+from marin_rl.training.context import (
+    context_size,
+    in_order,
+    in_pieces,
+    on_device,
+    places_of,
+)
 from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
 from marin_rl.training.losses import divergence, scores_of_logits
 
@@ -197,7 +203,10 @@ def _scored(
             read = other.token_ids, other.segment_ids, other.positions, other.segment_ids > 0
         theirs_BTE, _ = jax.lax.stop_gradient(states_of(taught.model, read))
         if other is not None:
-            theirs_BTE = jnp.take_along_axis(theirs_BTE, other.places[..., None], axis=1)
+            n = context_size()
+            theirs_BSE = in_order(theirs_BTE, n)
+            found_BTE = jnp.take_along_axis(theirs_BSE, other.places[..., None], axis=1)
+            theirs_BTE = in_pieces(found_BTE, n)
         # Side by side, as all that predicts a token.
         states_BTE = jnp.concatenate([states_BTE, theirs_BTE], axis=-1)
         tail = dataclasses.replace(

@@ -17,14 +17,20 @@ from training.batches import LENGTH, VOCAB, compilations, random_batch, tiny_pol
 from training.steps import take_step
 
 from marin_rl.compilation import enable_compilation_cache
-from marin_rl.config import MeshConfig, load_config
+from marin_rl.config import DivergenceConfig, MeshConfig, load_config
 from marin_rl.errors import ConfigError
 from marin_rl.models.axes import table_rows
 from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training import logprobs as trainer_logprobs
 from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
 from marin_rl.training.critic import ScalarHead
-from marin_rl.training.logprobs import Packing, token_logprobs_and_values
+from marin_rl.training.logprobs import (
+    Packing,
+    Taught,
+    TeacherRows,
+    token_logprobs,
+    token_logprobs_and_values,
+)
 from marin_rl.training.mesh import SINGLE_DEVICE, layout_of
 from marin_rl.training.model import build_model, named_parameters, with_parameters
 from marin_rl.training.optimizer import policy_adamw
@@ -263,6 +269,42 @@ def test_devices_score_rows_that_they_share_as_one_does():
     for ours, theirs in zip(found, expected, strict=True):
         atol = 1e-5 + 2e-6 * np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+def test_a_teachers_own_rows_are_read_where_the_policys_tokens_are():
+    """The teacher's prompt has three tokens more, which stand before that of the policy."""
+    model, rows = build_model(tiny_policy(layers=2), VOCAB, 0), shared_rows(4)
+    teacher = build_model(tiny_policy(layers=1), VOCAB, 1)
+    longer = [np.pad(each, ((0, 0), (3, 5))) for each in rows[:3]]
+    longer[0][:2, :3], longer[1][:2, :3] = [[9, 8, 7]], 1
+    longer[2][:2, :19] = [*range(8), *range(8, 11), *range(8, 16)]
+    places = np.broadcast_to(np.arange(3, 3 + LENGTH, dtype=np.int32), rows[0].shape)
+
+    def apart(parameters, of_teacher, *rows):
+        taught = Taught(
+            with_parameters(teacher, of_teacher),
+            DivergenceConfig(beta=0.5, top_k=None),
+            TeacherRows(*rows[4:]),
+        )
+        policy = with_parameters(model, parameters)
+        scores = token_logprobs(
+            policy, *rows[:4], packing=Packing(shared_prompts=True), taught=taught
+        )
+        return scores.divergences
+
+    def on(layout):
+        placed = (
+            layout.place_parameters(named_parameters(each), each) for each in (model, teacher)
+        )
+        with layout.active():
+            spread = layout.place_rows(tuple(each[None] for each in (*rows, *longer, places)))
+            return jax.jit(apart)(*placed, *(each[0] for each in spread))
+
+    expected = on(SINGLE_DEVICE)
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(on(layout_of(MeshConfig(context=2))), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
