@@ -84,6 +84,10 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
     return x
 
 
+def test_adamw_may_be_said_and_is_what_is_not_said():
+    assert TrainingConfig(optimizer="adamw") == TrainingConfig()
+
+
 def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():
     rng = np.random.default_rng(3)
     # Two layers of [out 2 x 3, in 4], and of [out 3, in 2 x 4]; decay 0.5 of ones.
