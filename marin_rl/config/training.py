@@ -137,8 +137,8 @@ class TrainingConfig(Section):
     optimizer: Annotated[Literal["adamw", "muon", "adamw_8bit"] | None, null_if("adamw")] = (
         optional_field(
             "adamw; muon: Muon for the matrices of layers, AdamW for the rest, with one learning "
-            "rate; adamw_8bit: AdamW with moments in 8 bits, a quarter of their memory; of rounds, warm "
-            "starts and preferences; null: adamw"
+            "rate; adamw_8bit: AdamW with moments in 8 bits, a quarter of their memory; of rounds, "
+            "warm starts and preferences; null: adamw"
         )
     )
     beta1: float = field(0.9, "decay of the first moment", ge=0, lt=1)
