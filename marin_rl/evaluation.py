@@ -239,18 +239,18 @@ def _of_run(folder: Path, target: Target, request: EvaluationRequest) -> Evaluat
     sections = ("policy",) if own else ("policy", "environment.")
     check_named(opened, config.model_copy(update={"environment": played}), consent, sections)
     tokenizer = tokenizer_for(opened.config.policy)
-    if own:  # of which the run's context says nothing
-        config = _as_long_as(config, template_of(opened.config.policy, tokenizer).spec, target)
+    if own and target.config is None:  # the run's context says nothing of it
+        config = _as_long_as(config, template_of(opened.config.policy, tokenizer).spec)
     settings, sets = evaluation_config(config, request)
     loaded = read_slot(opened, checkpoint)
     with serving(loaded, tokenizer, checkpoint, settings) as policy:
         return _evaluate(policy, PolicyClient, settings, sets)
 
 
-def _as_long_as(config: Config, spec: Spec, target: Target) -> Config:
-    """The configuration with the context that a model has, bounded, where no file says another."""
+def _as_long_as(config: Config, spec: Spec) -> Config:
+    """The configuration with the context that a model has, bounded, where that is longer."""
     longest = min(spec.context_length, CONTEXT_TOKENS_MAX)
-    if target.config is not None or longest <= config.policy.context_length:
+    if longest <= config.policy.context_length:
         return config
     tree: dict[str, Any] = content_fields(config) | {
         "root": config.root,

@@ -42,22 +42,11 @@ CONTEXT_TOKENS_MAX = 4096
 CACHE_BYTES_MAX = 4 * 2**30
 
 
-# Memory of one device, as its maker says; of the MI250X one of its two dies.
-DEVICE_BYTES = {
-    "A100-40GB": 40 * 10**9,
-    "A100-80GB": 80 * 10**9,
-    "B200": 180 * 10**9,
-    "H100": 80 * 10**9,
-    "H200": 141 * 10**9,
-    "L4": 24 * 10**9,
-    "L40S": 48 * 10**9,
-    "MI250X": 64 * 10**9,
-    "MI300X": 192 * 10**9,
-    "TPU-v4": 32 * 10**9,
-    "TPU-v5e": 16 * 10**9,
-    "TPU-v5p": 95 * 10**9,
-    "TPU-v6e": 32 * 10**9,
-}
+# Memory of one device, as its maker says; of the MI250X one of its two dies, of TPUs by generation.
+DEVICE_GB = {
+    "A100-40GB": 40, "A100-80GB": 80, "B200": 180, "H100": 80, "H200": 141, "L4": 24, "L40S": 48,
+    "MI250X": 64, "MI300X": 192, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +60,17 @@ class Devices:
     def named(text: str) -> "Devices":
         """Parse KIND:COUNT. Raises InputError."""
         kind, _, count = text.partition(":")
-        known = {name.lower(): name for name in DEVICE_BYTES}
+        known = {name.lower(): name for name in DEVICE_GB}
         if kind.lower() not in known or not count.isdecimal() or not int(count):
             raise InputError(
                 f"--on {text!r}: expected KIND:COUNT, such as H100:8, with one of "
-                f"{', '.join(DEVICE_BYTES)}"
+                f"{', '.join(DEVICE_GB)}"
             )
         return Devices(known[kind.lower()], int(count))
 
     @property
     def bytes(self) -> int:
-        return DEVICE_BYTES[self.kind]
+        return DEVICE_GB[self.kind] * 10**9
 
     def shared_by(self, config: Config) -> Config:
         """The configuration with sizes of its mesh in place of -1. Raises InputError."""

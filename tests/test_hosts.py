@@ -398,21 +398,38 @@ def own_address() -> str:
     return pytest.skip("this machine has no network")
 
 
-def test_every_process_samples_also_where_hosts_meet_beyond_loopback(
-    two_by_two: Run, config: Path, environment: Any, tmp_path: Path
-):
-    """Their servers ask for a token that process 0 has made."""
+def met_beyond_loopback(
+    config: Path, environment: Any, root: Path, **of_first: str
+) -> list["subprocess.Popen[str]"]:
+    """Two processes of two devices; `of_first` are variables of process 0 alone."""
     shared = {
         **environment,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         COORDINATOR: f"{own_address()}:{free_port()}",
         PROCESSES: "2",
     }
-    words = [*COMMAND, "run", str(config), "--root", str(tmp_path)]
-    pair = [
-        subprocess.Popen(words, env={**shared, PROCESS_ID: f"{number}"}, cwd=config.parent)
-        for number in range(2)
-    ]
+    words, pair = [*COMMAND, "run", str(config), "--root", str(root)], []
+    for number in range(2):
+        own = shared | {PROCESS_ID: f"{number}"} | ({} if number else of_first)
+        with (root / f"said-{number}").open("w") as said:
+            pair.append(subprocess.Popen(words, env=own, stderr=said, text=True, cwd=config.parent))
+    return pair
+
+
+def test_a_process_without_the_token_of_the_first_is_named(
+    config: Path, environment: Any, tmp_path: Path
+):
+    pair = met_beyond_loopback(config, environment, tmp_path, MARIN_RL_API_KEY="token")
+    assert [process.wait(120) for process in pair] == [2, 2]
+    said = " ".join((tmp_path / "said-0").read_text().split())
+    assert "it has variable MARIN_RL_API_KEY 'not set', expected 'set'" in said
+
+
+def test_every_process_samples_also_where_hosts_meet_beyond_loopback(
+    two_by_two: Run, config: Path, environment: Any, tmp_path: Path
+):
+    """Their servers ask for a token that process 0 has made."""
+    pair = met_beyond_loopback(config, environment, tmp_path)
     assert [process.wait(300) for process in pair] == [0, 0]
     run = checked(tmp_path, environment)
     assert digests(run) == digests(two_by_two)

@@ -129,7 +129,7 @@ def test_a_plan_for_devices_that_are_not_here():
     assert many.peak_bytes < PROCESS_BYTES  # Python is on the host
     assert one.host_bytes == PROCESS_BYTES + round(1.3 * (one.checkpoint_bytes or 0) / 4)
     with pytest.raises(InputError, match="takes 3 devices, and --on has 8"):
-        plan(parse_config(tree | {"mesh": {"fsdp": 3}}), Devices.named("tpu-V5P:8"))
+        plan(parse_config(tree | {"mesh": {"fsdp": 3}}), Devices.named("V5P:8"))
     for text in ("H100", "H100:0", "H100:x", "H99:1"):
         with pytest.raises(InputError, match="expected KIND:COUNT, such as H100:8"):
             Devices.named(text)

@@ -23,7 +23,7 @@ from marin_rl.commands.options import err, report
 from marin_rl.config import Config, DistributedConfig
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.machine import LOOPBACK, computes_on_host, share_one_heap
-from marin_rl.processes import Processes, join
+from marin_rl.processes import Processes, join, own_address
 
 COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
 PROCESS_ID = "MARIN_RL_PROCESS_ID"
@@ -157,10 +157,14 @@ def _address_towards(place: str) -> str:
         return probe.getsockname()[0]
 
 
+def _serves_others(config: Config) -> bool:
+    return own_address() not in LOOPBACK and not config.inference.endpoints
+
+
 def _share_key(processes: Processes, config: Config, timeout_s: float) -> None:
     """Have embedded servers of several hosts ask for one token, where the user has given none."""
     variable = config.inference.api_key_variable
-    if processes.address in LOOPBACK or config.inference.endpoints:
+    if not _serves_others(config):
         return
     if processes.number == 0:
         own = secrets.token_urlsafe(32)
@@ -227,7 +231,10 @@ def _facts(config: Config) -> Mapping[str, Any]:
     except (MarinRLError, OSError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     tree = config.model_dump(mode="json", exclude={"distributed"})
+    variable = config.inference.api_key_variable
+    token = {f"variable {variable}": "set" if os.environ.get(variable) else "not set"}
     return {
+        **(token if _serves_others(config) else {}),
         "code": code_digest(),
         **{f"library {name}": version for name, version in library_versions().items()},
         **dict(_leaves(tree, "")),
