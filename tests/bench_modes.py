@@ -83,7 +83,7 @@ MODES = {
     ),
     "gpu": Mode(
         command=("gpu.py", "--tiny", "--only", "roofs,decode", "--output", "{folder}"),
-        shows=('"copy_gb_s": ', '"cache": "one block"', "share of the bandwidth roof"),
+        shows=('"copy_gb_s": ', '"form": "one block"', "share of the bandwidth roof"),
     ),
     # next to a curve of an earlier invocation
     "recipes": Mode(command=RECIPES, shows=("| `grpo` |", "| `rloo` | 0.25 |", "recipes.svg")),
