@@ -274,9 +274,7 @@ def _terms(predicate: pl.Expr) -> list[pl.Expr]:
 
 
 def columns_of(schema: pa.Schema) -> Columns:
-    frame = pl.from_arrow(pa.Table.from_batches([], schema))  # `empty_table` imports pandas
-    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
-    return frame.schema
+    return pl.DataFrame(pa.Table.from_batches([], schema)).schema  # `empty_table` imports pandas
 
 
 # A row per call of the model, so that agents' rollouts are seen as forests (`rollouts.forest`).

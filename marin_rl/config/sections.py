@@ -269,8 +269,8 @@ def _fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
             yield from _fields_of(inner, f"{prefix}{name}.")
 
 
-def value_at(node: Section, key: str) -> Any:
-    """Value of a dotted key; None below a section that is null."""
+def value_at(node: Section | dict[str, Any], key: str) -> Any:
+    """Value of a dotted key of a section, or of its tree; None below one that is null."""
     value: Any = node
     for name in key.split("."):
         if isinstance(value, tuple):

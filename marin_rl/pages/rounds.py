@@ -21,7 +21,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import polars as pl
-import pyarrow as pa
 
 from marin_rl.analysis.dialogues import calls_of, dialogue_of, is_sampled
 from marin_rl.config import PolicyConfig
@@ -126,7 +125,9 @@ def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> Round
     shards = {
         part.name: open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts
     }
-    light = pl.concat([_frame(shard.table(select(ROLLOUTS, LIGHT))) for shard in shards.values()])
+    light = pl.concat(
+        [pl.DataFrame(shard.table(select(ROLLOUTS, LIGHT))) for shard in shards.values()]
+    )
     members: dict[str, list[Member]] = {}
     for name, group, index, reward, status in light.rows():
         usable = reward is not None and math.isfinite(reward) and status not in ("error", "aborted")
@@ -163,7 +164,7 @@ def _picked_rows(
             ids = shard.group(index, select(ROLLOUTS, ["rollout_id"]))["rollout_id"]
             if wanted.isdisjoint(ids.to_pylist()):
                 continue
-            frame = _frame(shard.group(index, select(ROLLOUTS, names)))
+            frame = pl.DataFrame(shard.group(index, select(ROLLOUTS, names)))
             for row in frame.filter(pl.col("rollout_id").is_in(list(wanted))).iter_rows(named=True):
                 rows[row["rollout_id"]] = row | {"file": file}
     return rows
@@ -176,7 +177,7 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
         if len(fates) == len(rows):
             break
         try:
-            frame = _frame(read_dispositions(run, decided))
+            frame = pl.DataFrame(read_dispositions(run, decided))
         except ObjectMissing:
             continue
         new = [name for name in rows if name not in fates]
@@ -218,7 +219,7 @@ def _score_rows(run: Run, trained: int, names: list[str]) -> Iterator[dict[str, 
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, SCORES_LADDER)
-            frame = _frame(reader.table(select(SCORES, SCORE_COLUMNS)))
+            frame = pl.DataFrame(reader.table(select(SCORES, SCORE_COLUMNS)))
             yield from frame.filter(pl.col("rollout_id").is_in(names)).iter_rows(named=True)
 
 
@@ -270,12 +271,6 @@ def _card(row: Mapping[str, Any], fate: Fate, tokens: Tokens, characters: int) -
     }
     del card["prompt"], card["completion"], card["answer"]  # its turns, and its group, have them
     return card
-
-
-def _frame(table: pa.Table) -> pl.DataFrame:
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
-    return frame
 
 
 def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) -> list[Pick]:

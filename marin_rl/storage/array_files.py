@@ -30,7 +30,6 @@ _DTYPES = {
     "I8": np.dtype("i1"), "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U8": np.dtype("u1"),
     "BOOL": np.dtype("?"),
 }  # fmt: skip
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -102,11 +101,12 @@ def encoded(tensors: Iterable[tuple[Tensor, np.ndarray]]) -> tuple[bytes, Header
     """A file of tensors, and its header; the same for equal tensors."""
     # The largest items first, which aligns all: readers of other projects map them.
     ordered = sorted(tensors, key=lambda item: (-item[0].dtype.itemsize, item[0].name))
+    codes = {dtype: code for code, dtype in _DTYPES.items()}
     header, end = dict[str, Any](), 0
     for tensor, _ in ordered:
         begin, end = end, end + tensor.nbytes
         header[tensor.name] = {
-            "dtype": _CODES[tensor.dtype],
+            "dtype": codes[tensor.dtype],
             "shape": list(extents(tensor.box)),
             "data_offsets": [begin, end],
         }

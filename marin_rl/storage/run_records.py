@@ -46,10 +46,7 @@ DIFFERENCE_CHARACTERS_MAX = 200
 
 
 def read_record(store: ObjectStore) -> dict[str, Any] | None:
-    """Parsed run.json of a run's folder, or None.
-
-    Raises CorruptObject, NewerSchema.
-    """
+    """Parsed run.json of a run's folder, or None. Raises CorruptObject, NewerSchema."""
     try:
         data = store.read(RUN_KEY)
     except ObjectMissing:
@@ -85,9 +82,8 @@ def create_record(
     for key, name in (names or {"environment.name": config.environment.name}).items():
         named += [(key, spec) for spec in registered(name)]
     code = [{"key": key, **record_of(spec)} for key, spec in named]
-    forked = {"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}
     record = {
-        **forked,
+        **({"ancestors": [asdict(ancestor) for ancestor in ancestors]} if ancestors else {}),
         **({"user_code": code} if code else {}),
         "format": FORMAT,
         "version": VERSION if ancestors else 1,
@@ -101,19 +97,15 @@ def create_record(
         "created_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "attempt": attempt,
     }
-
-    def identify(data: bytes) -> tuple[str, str]:
-        # The first record is adopted; differences are then reported key by key.
-        return str(parse_record(data, source)["attempt"]), config.run_id
-
     data = commit_object(
         store,
         RUN_KEY,
         sealed_json(record),
         attempt=attempt,
         # The name alone: two processes that create a run at once both get the record of the first.
+        # Differences are then reported key by key.
         fingerprint=config.run_id,
-        identify=identify,
+        identify=lambda other: (str(parse_record(other, source)["attempt"]), config.run_id),
     )
     return parse_record(data, source)
 
@@ -121,17 +113,13 @@ def create_record(
 def keep_code(store: ObjectStore, tree: object) -> None:
     """Commit a copy of each file of code that nested values name. Raises as `create_record`."""
     for digest in files_in(tree):
-
-        def identify(data: bytes, digest: str = digest) -> tuple[str, str]:
-            return digest, sha256_of(data)  # the content is the fingerprint
-
         commit_object(
             store,
             code_key(digest),
             source_of(digest),
             attempt=digest,
-            fingerprint=digest,
-            identify=identify,
+            fingerprint=digest,  # the content is the fingerprint
+            identify=lambda data, digest=digest: (digest, sha256_of(data)),
         )
 
 
@@ -226,7 +214,7 @@ def _is_code(line: str) -> bool:
 
 
 def seed_from(config: Config, *parts: str | int) -> int:
-    """See `Run.seed_of`; for what is no run, and has no folder."""
+    """See `Run.seed_of`; for a configuration without a run."""
     # A hash and not a sum: seeds of neighbouring rounds and shards must have nothing in common.
     digest = hashlib.sha256(canonical_json([config.seed, config.run_id, *parts])).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)

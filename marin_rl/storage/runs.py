@@ -22,6 +22,7 @@ from marin_rl.config import (
     parse_config,
     place_files,
     places_in,
+    value_at,
 )
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.slot_ref import SlotRef
@@ -134,9 +135,8 @@ class Run:
         trackers, …) is at its default: `marin_rl.trust` takes that from the user. Raises
         ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
         """
-        return cls._open(
-            RunRef(root=root, run_id=run_id, storage_options=storage_options or {}), None
-        )
+        ref = RunRef(root=root, run_id=run_id, storage_options=storage_options or {})
+        return cls._open(ref, None)
 
     @classmethod
     def of(cls, ref: RunRef) -> "Run":
@@ -209,13 +209,14 @@ class Run:
         defaults = Config.model_validate({}).model_dump(mode="json")
         # Those two are fields of the reference already.
         keys = [key for key in free_keys() if key not in ("root", "storage_options")]
-        values = {key: _dig(tree, key) for key in keys}
+        values = {key: json.dumps(value_at(tree, key)) for key in keys}
+        usual = {key: json.dumps(value_at(defaults, key)) for key in keys}
         return RunRef(
             # Absolute, because the other task may run in another working directory.
             root=open_store(self.config.root, self.config.storage_options).url,
             run_id=self.run_id,
             storage_options=dict(self.config.storage_options),
-            free=tuple(f"{k}={json.dumps(v)}" for k, v in values.items() if v != _dig(defaults, k)),
+            free=tuple(f"{key}={text}" for key, text in values.items() if text != usual[key]),
             places=places_in(tree),
         )
 
@@ -398,10 +399,3 @@ def with_ancestors(
     if not ancestors:
         return own
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])
-
-
-def _dig(tree: Mapping[str, Any], key: str) -> Any:
-    node: Any = tree
-    for name in key.split("."):
-        node = None if node is None else node.get(name)
-    return node

@@ -29,7 +29,7 @@ from marin_rl.storage.tables.rollouts import (
     iter_shards,
     seal_round,
 )
-from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, number_of, numbers_of
+from marin_rl.storage.tables.stream import GroupStream, StreamedGroup, numbers_of
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.types import RolloutGroup, SlotRef
@@ -64,7 +64,7 @@ class Chain:
     @property
     def finished(self) -> set[int]:
         """Numbers of the groups that it has."""
-        return set(map(number_of, self.log.group_ids.get(CHUNK, ())))
+        return {int(name.rpartition("-")[2]) for name in self.log.group_ids.get(CHUNK, ())}
 
     def append(self, groups: Sequence[RolloutGroup]) -> None:
         """Commit those that are missing."""
@@ -122,7 +122,7 @@ def groups_in(run: Run, numbers: Sequence[int]) -> list[RolloutGroup]:
     """The finished groups of a stream with these numbers, in order."""
     objects = [key for key in run.store.list(STREAM) if numbers_in(key)]
     groups = {
-        number_of(group.group_id): group
+        int(group.group_id.rpartition("-")[2]): group
         for key in objects
         for group in groups_of(decode_shard(run.store.read(key)))
     }

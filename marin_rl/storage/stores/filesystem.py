@@ -168,19 +168,15 @@ def _refusal(error: Exception) -> str | None:
         return f"permission denied; check the credentials and the bucket's policy ({error})"
     if "Credential" in type(error).__name__:
         return f"no valid credentials: {error}"
-    status = _status(error)
-    if isinstance(error, ValueError) or (400 <= status < 500 and status not in PASSING_STATUSES):
-        return f"the request was refused: {_text(error)}"
-    return None
-
-
-def _status(error: Exception) -> int:
+    code = str(getattr(error, "code", ""))
+    status = int(code) if code.isdigit() else 0
     # s3fs raises an OSError from botocore's ClientError, which has the response.
     response = getattr(error.__cause__, "response", None) or getattr(error, "response", None)
     if isinstance(response, dict):
-        return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    code = str(getattr(error, "code", ""))
-    return int(code) if code.isdigit() else 0
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if isinstance(error, ValueError) or (400 <= status < 500 and status not in PASSING_STATUSES):
+        return f"the request was refused: {_text(error)}"
+    return None
 
 
 def _text(error: Exception) -> str:

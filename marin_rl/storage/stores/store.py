@@ -17,8 +17,6 @@ from typing import Any
 from marin_rl.errors import CorruptObject, ObjectMissing, StorageError
 from marin_rl.storage.layout import round_of
 
-_STEPS_OUT = frozenset(("", ".", ".."))
-
 Keys = list[str]  # an alias, because `list` names a method below
 
 
@@ -166,7 +164,7 @@ def is_private(key: str) -> bool:
 def checked(key: str) -> str:
     """Return `key`. Raises CorruptObject unless it stays below its store."""
     # Keys come from records too, which may be forged: `../` would leave the run's folder.
-    if "\0" in key or not _STEPS_OUT.isdisjoint(key.split("/")):
+    if "\0" in key or not {"", ".", ".."}.isdisjoint(key.split("/")):
         raise CorruptObject(
             f"expected a key like a/b that stays below its folder, found {key[:100]!r}: no record "
             "of marin-rl names it so"
@@ -197,8 +195,8 @@ class ForkedStore(ObjectStore):
     """`own`, before which lie the folders of ancestors, ascending by the round they reach to."""
 
     def __init__(self, own: ObjectStore, shared: Sequence[tuple[int, ObjectStore]]) -> None:
-        self.own, self.shared = own, tuple(shared)
-        self.url = own.url
+        self.own, self.shared, self.url = own, tuple(shared), own.url
+        self._stores = (own, *(store for _, store in shared))
 
     def owner(self, key: str) -> ObjectStore:
         """The folder that `key` lies in."""
@@ -232,8 +230,9 @@ class ForkedStore(ObjectStore):
 
     def list(self, prefix: str = "") -> Keys:
         # A parent may play on after the fork; those rounds are not the fork's.
-        stores = (self.own, *(store for _, store in self.shared))
-        return sorted(k for store in stores for k in store.list(prefix) if self.owner(k) is store)
+        return sorted(
+            key for store in self._stores for key in store.list(prefix) if self.owner(key) is store
+        )
 
     def children(self, prefix: str = "") -> Keys:
         if not prefix:
@@ -243,7 +242,7 @@ class ForkedStore(ObjectStore):
             return self.owner(prefix).children(prefix)
         return sorted(
             name
-            for store in (self.own, *(store for _, store in self.shared))
+            for store in self._stores
             for name in store.children(prefix)
             if self.owner(f"{prefix}/{name}") is store
         )

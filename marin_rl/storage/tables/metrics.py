@@ -46,23 +46,21 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
         raise ValueError(
             f"expected metrics that are defined in marin_rl.metrics, found {', '.join(undefined)}"
         )
-    key, attempt = metrics_key(round), new_attempt()
+    key = metrics_key(round)
     # Not of the values: durations differ from attempt to attempt, and the first ones stay.
     decided = fingerprint("metrics", {"run_id": run.run_id, "round": round})
     # By name: the bytes depend on the values alone, not on who measured first.
     named = {name: pa.array(np.array([metrics[name]], np.float64)) for name in sorted(metrics)}
     identity = [pa.array([run.run_id]), pa.array(np.array([round], np.int32))]
     schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, FLOAT) for name in named)])
-    writer = TableWriter(LADDER, schema, {"attempt": attempt, "fingerprint": decided})
+    writer = TableWriter(LADDER, schema, {"attempt": new_attempt(), "fingerprint": decided})
     writer.write(pa.table([*identity, *named.values()], schema=schema))
-    data = writer.finish()
-    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=decided)
-    reused = committed != data
+    committed, ours = commit_table(run.store, key, writer.finish(), LADDER)
     reader = TableReader(committed, JSONL_KEY, LADDER)
     (row,) = reader.table(reader.schema).to_pylist()
     path = run.store.local_path(JSONL_KEY)
     # The committed row. Another attempt that committed it may have been killed before the line.
-    if run.config.trackers.jsonl and path is not None and not (reused and _has_line(path, round)):
+    if run.config.trackers.jsonl and path is not None and (ours or not _has_line(path, round)):
         line, flags = json_line(row), os.O_RDWR | os.O_APPEND | os.O_CREAT
         with explained(path, len(line)), os.fdopen(open_regular(path, flags), "ab+") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
@@ -70,7 +68,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
             torn = file.read() not in (b"", b"\n")
             file.write((b"\n" if torn else b"") + line + b"\n")
     summary = {name: value for name, value in row.items() if name not in METRICS_IDENTITY.names}
-    return SlotRef(slot=key, sha256=digest_of(committed), reused=reused, summary=summary)
+    return SlotRef(slot=key, sha256=digest_of(committed), reused=not ours, summary=summary)
 
 
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:

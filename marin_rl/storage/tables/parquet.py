@@ -247,23 +247,21 @@ class TableReader:
         return table
 
 
-def commit_table(
-    store: ObjectStore, key: str, data: bytes, ladder: Ladder, *, attempt: str, fingerprint: str
-) -> bytes:
-    """Commit a file whose stamp has `attempt` and `fingerprint`; the bytes that are there then.
+def commit_table(store: ObjectStore, key: str, data: bytes, ladder: Ladder) -> tuple[bytes, bool]:
+    """Commit a file by the attempt and fingerprint of its stamp; the bytes there, True if ours.
 
     They are another attempt's where that one was first. Raises as `commit_object` does.
     """
-    source = store.url_of(key)
+
+    def identify(file: bytes) -> tuple[str, str]:
+        return TableReader(file, store.url_of(key), ladder).committed_as
+
+    attempt, fingerprint = identify(data)
     # The file is its own commit: one create of all its bytes, so no manifest can be missing.
-    return commit_object(
-        store,
-        key,
-        data,
-        attempt=attempt,
-        fingerprint=fingerprint,
-        identify=lambda other: TableReader(other, source, ladder).committed_as,
+    committed = commit_object(
+        store, key, data, attempt=attempt, fingerprint=fingerprint, identify=identify
     )
+    return committed, committed == data
 
 
 def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> TableReader:

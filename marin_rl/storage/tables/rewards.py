@@ -6,7 +6,8 @@ under the name gets the next version; the footer has digests of function and rol
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 
@@ -48,28 +49,17 @@ def commit_rewards(
     Raises ConfigError for a name that is none, CommitUnknown, StorageError.
     """
     _check_name(name)
-    decided, attempt = _fingerprint(source), new_attempt()
-    stamp = {
-        "attempt": attempt,
-        "fingerprint": decided,
-        "function": source.function,
-        "rollouts_sha256": source.rollouts_sha256,
-        "source_sha256": source.source_sha256,
-    }
+    stamp = {"attempt": new_attempt(), "fingerprint": _fingerprint(source), **asdict(source)}
     writer = TableWriter(LADDER, REWARDS, stamp)
     writer.write(table)
     data = writer.finish()
     # Nothing is overwritten: a function that changed gets the next version of the name.
     for version in range(1, VERSIONS_MAX + 1):
         key = f"{_folder(round)}/{name}-v{version:04d}.parquet"
-        try:
-            committed = commit_table(
-                run.store, key, data, LADDER, attempt=attempt, fingerprint=decided
-            )
-        except CommitConflict:
-            continue  # another function had this name before
-        reused = committed != data
-        return RewardTable(key=key, version=version, sha256=digest_of(committed), reused=reused)
+        with suppress(CommitConflict):  # another function had this name before
+            committed, ours = commit_table(run.store, key, data, LADDER)
+            digest = digest_of(committed)
+            return RewardTable(key=key, version=version, sha256=digest, reused=not ours)
     raise ConfigError(f"all {VERSIONS_MAX} versions of {name!r} are taken: choose another name")
 
 

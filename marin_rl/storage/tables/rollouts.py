@@ -135,20 +135,18 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
 
     `replica` names the process. Raises CommitConflict, CommitUnknown, StorageError, InputError.
     """
-    attempt = new_attempt()
     data = encode_shard(
         groups,
         run_id=run.run_id,
         round=round,
         shard=shard,
-        attempt=attempt,
+        attempt=new_attempt(),
         replica=replica,
         fingerprint=fingerprint,
         policy=policy,
         stamp=stamp,
     )
-    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
-    return committed, committed == data
+    return commit_table(run.store, key, data, LADDER)
 
 
 def commit_shard(
@@ -196,9 +194,9 @@ def commit_tables(
             column = pa.repeat(pa.scalar(value, kind.type), table.num_rows)
             table = table.set_column(table.column_names.index(name), kind, column)
         writer.write(table)
-    key, data = shard_key(round, shard), writer.finish()
-    committed = commit_table(run.store, key, data, LADDER, attempt=attempt, fingerprint=fingerprint)
-    return _ref_of(run.store, key, committed, reused=committed != data)
+    key = shard_key(round, shard)
+    committed, ours = commit_table(run.store, key, writer.finish(), LADDER)
+    return _ref_of(run.store, key, committed, reused=not ours)
 
 
 def _replica() -> str:
@@ -208,10 +206,10 @@ def _replica() -> str:
 def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | None:
     """The shard if it is committed, None if not. Raises CommitConflict on another fingerprint."""
     key = shard_key(round, shard)
-    source = run.store.url_of(key)
     data = load_or_none(run.store, key)
     if data is None:
         return None
+    source = run.store.url_of(key)
     attempt, committed = identify_shard(data, source)
     # An error and no absence: it would be sampled again, and conflict at its commit.
     check_fingerprint(source, attempt, committed, fingerprint)
@@ -248,8 +246,7 @@ def seal_round(
     if existing is not None and existing[0].fingerprint == decided:
         return ref_of(existing[0], reused=True)
     parts, summaries = zip(*_entries(run.store, shards), strict=True)
-    judges = dict[str, Any]()
-    config = run.config
+    judges, config = dict[str, Any](), run.config
     used = {"reward_model": config.environment.reward_model, "teacher": config.rollout_teacher}
     if names := [name for name, settings in used.items() if settings is not None]:
         # Digests as footers name them.
@@ -274,8 +271,7 @@ def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
 
     Raises CorruptObject when a shard is not its reference.
     """
-    entries = _entries(run.store, sorted(shards, key=lambda ref: ref.slot))
-    parts = [part for part, _ in entries]
+    parts = [part for part, _ in _entries(run.store, sorted(shards, key=lambda ref: ref.slot))]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
@@ -340,21 +336,24 @@ def _ref_of(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bo
 
 def _entries(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
     """Entries of shards in the manifest, each with its columns for the summary."""
+    import pyarrow.compute as pc
 
     def entry(ref: SlotRef) -> tuple[Part, pa.Table]:
         source = store.url_of(ref.slot)
         # Read back from the store: what a task returned may be another attempt's view of it.
         data = verified(load(store, ref.slot), ref.sha256, source)
         table = decode_shard(data, SUMMARY_COLUMNS, source=source)
-        columns = ("reward", "policy_version_min", "policy_version_max")
-        bounds = {n: _bounds(column) for n in columns if len(column := _finite(table[n]))}
+        names = ("reward", "policy_version_min", "policy_version_max")
+        columns = {name: _finite(table[name]) for name in names}
+        minima = {n: float(pc.min(each).as_py()) for n, each in columns.items() if len(each)}
+        maxima = {n: float(pc.max(each).as_py()) for n, each in columns.items() if len(each)}
         part = Part(
             name=ref.slot.rpartition("/")[2],
             bytes=data.size,
             sha256=ref.sha256,
             rows=table.num_rows,
-            minima={name: least for name, (least, _) in bounds.items()},
-            maxima={name: most for name, (_, most) in bounds.items()},
+            minima=minima,
+            maxima=maxima,
         )
         return part, table
 
@@ -365,25 +364,21 @@ def _summary(table: pa.Table) -> dict[str, float]:
     """Totals of rollouts: counts, and the bounds of rewards and policy versions where any are."""
     import pyarrow.compute as pc
 
-    def total(column: Any) -> int:
-        return pc.sum(column).as_py() or 0
-
-    counts = {
+    rewards, completion_tokens = _finite(table["reward"]), pc.sum(table["n_completion_tokens"])
+    totals = {
         "rows": table.num_rows,
         "groups": pc.count_distinct(table["group_id"]).as_py(),
-        "tokens": total(table["n_prompt_tokens"]) + total(table["n_completion_tokens"]),
-        "completion_tokens": total(table["n_completion_tokens"]),
-        "errors": total(pc.is_in(table["status"], pa.array(["error", "aborted"]))),
+        "tokens": pc.add(pc.sum(table["n_prompt_tokens"]), completion_tokens).as_py(),
+        "completion_tokens": completion_tokens.as_py(),
+        "errors": pc.sum(pc.is_in(table["status"], pa.array(["error", "aborted"]))).as_py(),
     }
-    bounds = {}
-    rewards = _finite(table["reward"])
     if len(rewards):
-        bounds["reward_mean"] = pc.mean(rewards).as_py()
-        bounds["reward_min"], bounds["reward_max"] = _bounds(rewards)
+        least, most = pc.min_max(rewards).as_py().values()
+        totals |= {"reward_mean": pc.mean(rewards).as_py(), "reward_min": least, "reward_max": most}
     if table.num_rows:
-        bounds["policy_version_min"] = pc.min(table["policy_version_min"]).as_py()
-        bounds["policy_version_max"] = pc.max(table["policy_version_max"]).as_py()
-    return {name: float(value) for name, value in (counts | bounds).items()}
+        totals["policy_version_min"] = pc.min(table["policy_version_min"]).as_py()
+        totals["policy_version_max"] = pc.max(table["policy_version_max"]).as_py()
+    return {name: float(value or 0) for name, value in totals.items()}
 
 
 def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -394,10 +389,3 @@ def _finite(column: pa.ChunkedArray) -> pa.ChunkedArray:
         # JSON has no infinities, and a bound that is one says nothing.
         column = column.filter(pc.is_finite(column))
     return column
-
-
-def _bounds(column: pa.ChunkedArray) -> tuple[float, float]:
-    import pyarrow.compute as pc
-
-    bounds = pc.min_max(column).as_py()
-    return float(bounds["min"]), float(bounds["max"])

@@ -6,7 +6,7 @@ agreed on by claims, which spare work and decide nothing. Leaves out what rounds
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -63,11 +63,6 @@ class StreamedGroup:
     rollouts: int
     differs: bool
     pack: str = ""
-
-
-def number_of(group_id: str) -> int:
-    """The number of a group of the stream, by its id. Raises ValueError."""
-    return int(group_id.rpartition("-")[2])
 
 
 def chunk_size(config: Config) -> int:
@@ -150,17 +145,22 @@ class GroupStream:
         known = self.claims.get(chunk)
         # One above the last seen: a worker that saw fewer finds it taken, and leaves the chunk.
         number = 0 if known is None else known.number + 1
-        ours = Claim(
-            chunk=chunk, number=number, worker=worker, policy_version=policy_version, claimed_at=now
-        )
         key, attempt = layout.claim_key(chunk, number), new_attempt()
-        head = {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, "attempt": attempt}
-        data = sealed_json({**head, **asdict(ours), "claimed_at": ours.claimed_at.isoformat()})
+        ours = {
+            "format": CLAIM_FORMAT,
+            "version": CLAIM_VERSION,
+            "attempt": attempt,
+            "chunk": chunk,
+            "number": number,
+            "worker": worker,
+            "policy_version": policy_version,
+            "claimed_at": now.isoformat(),
+        }
         source = self.run.store.url_of(key)
         committed = commit_object(
             self.run.store,
             key,
-            data,
+            sealed_json(ours),
             attempt=attempt,
             # One for all claims: a place that is taken is no conflict, the first claim stays.
             fingerprint="claim",
@@ -169,7 +169,7 @@ class GroupStream:
         )
         # The committed one, maybe another's: the next look needs no further read.
         self.claims[chunk] = claim_in(committed, source)
-        return committed == data
+        return committed == sealed_json(ours)
 
     def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
         return iter_present(self.run.store, keys, PARTS_MAX)  # a pack may be as large as a part
@@ -192,13 +192,27 @@ class GroupStream:
                 f"expected fingerprint {self.fingerprint}, found {theirs}. Stop that worker, start "
                 "it with this run's configuration, and remove the file"
             )
-        rows = zip(*(columns[name] for name in SCALARS[1:]), strict=True)
         sha256 = digest_of(data)
+        pack = "" if layout.stream_group_of(key) is not None else key.rpartition("/")[2]
+        rows, groups = zip(*(columns[name] for name in SCALARS[1:]), strict=True), []
         # Rows of a group lie together: an object is written group by group.
-        return tuple(
-            _streamed_group(key, group_id, [*members], sha256, source)
-            for group_id, members in groupby(rows, key=lambda row: row[0])
-        )
+        for group_id, members in groupby(rows, key=lambda row: row[0]):
+            _, rewards, statuses, oldest, newest = zip(*members, strict=True)
+            both = zip(rewards, statuses, strict=True)
+            valid = {reward for reward, status in both if status in VALID} - {None}
+            groups.append(
+                StreamedGroup(
+                    number=number_in(key, group_id, source),
+                    sha256=sha256,
+                    version=min(oldest),
+                    version_max=max(newest),
+                    rollouts=len(statuses),
+                    # Equal rewards give no advantage: dynamic sampling counts groups that differ.
+                    differs=len(valid) > 1,
+                    pack=pack,
+                )
+            )
+        return tuple(groups)
 
     def _read_claims(self, keys: Iterable[str]) -> None:
         """Read the latest claim of each chunk."""
@@ -220,43 +234,19 @@ class GroupStream:
         self.claims = known
 
 
-def _streamed_group(
-    key: str, group_id: str, members: Sequence[Sequence[Any]], sha256: str, source: str
-) -> StreamedGroup:
-    _, rewards, statuses, oldest, newest = zip(*members, strict=True)
-    valid = {
-        reward
-        for reward, status in zip(rewards, statuses, strict=True)
-        if reward is not None and status in VALID
-    }
-    return StreamedGroup(
-        number=number_in(key, group_id, source),
-        sha256=sha256,
-        version=min(oldest),
-        version_max=max(newest),
-        rollouts=len(statuses),
-        # Equal rewards give no advantage: dynamic sampling counts the groups that differ.
-        differs=len(valid) > 1,
-        pack="" if layout.stream_group_of(key) is not None else key.rpartition("/")[2],
-    )
-
-
 def number_in(key: str, group_id: str, source: str) -> int:
     """The number of a group of an object. Raises CorruptObject where it is not among its own."""
     if (own := layout.stream_group_of(key)) is not None:
         return own
     numbers = layout.pack_of(key)
     assert numbers is not None, f"{key} is a pack"
-    try:
-        number = number_of(group_id)
-    except ValueError:
-        number = -1
+    text = group_id.rpartition("-")[2]
     # Readers rely on the name before they open the object.
-    if number not in numbers:
+    if not text.isdecimal() or int(text) not in numbers:
         raise CorruptObject(
             f"{source}: expected groups {numbers[0]} to {numbers[-1]}, found {group_id!r}"
         )
-    return number
+    return int(text)
 
 
 def rows_by_group(table: pa.Table, key: str, source: str) -> Iterator[tuple[int, pa.Table]]:

@@ -7,6 +7,7 @@ deleted, and like everything visible it never changes: what it names may be abse
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 from marin_rl.errors import CorruptObject, ObjectMissing
@@ -47,11 +48,6 @@ def commit_tombstone(
     }
     key = f"{manifest.slot}/{PRUNED}"
     source = store.url_of(key)
-
-    def identify(data: bytes) -> tuple[str, str]:
-        tombstone = _parsed(data, source)
-        return str(tombstone["attempt"]), str(tombstone["manifest"])
-
     # Two processes may prune at once: the first tombstone is the one that both follow.
     data = commit_object(
         store,
@@ -59,7 +55,7 @@ def commit_tombstone(
         sealed_json(record),
         attempt=attempt,
         fingerprint=manifest.sha256,
-        identify=identify,
+        identify=lambda other: itemgetter("attempt", "manifest")(_parsed(other, source)),
     )
     return frozenset(_parsed(data, source)["parts"])
 

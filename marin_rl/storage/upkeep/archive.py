@@ -35,7 +35,6 @@ from schemas.records import ContentsRecord
 FORMAT = "marin-rl/export"
 VERSION = 2  # 2 is a fork's: slots lie with the run that has them; other archives are written as 1
 CONTENTS = "contents.json"
-PAX = tarfile.PAX_FORMAT
 BLOCK_BYTES = 2**20
 SAMPLE_SHARDS = 1  # of the first and of the last round
 
@@ -103,7 +102,7 @@ def write_archive(run: Run, target: Path, *, everything: bool = False) -> Archiv
         "entries": entries,
     }
     size = sum(entry.bytes for entry in entries)
-    with _completed(target, size) as file, tarfile.open(fileobj=file, mode="w", format=PAX) as tar:
+    with _completed(target, size) as file, tarfile.open(fileobj=file, mode="w") as tar:
         _add(tar, CONTENTS, sealed_json(record))
         for entry in entries:
             data = load(*sources[entry.name])
@@ -133,7 +132,13 @@ def _completed(target: Path, size: int) -> Iterator[BinaryIO]:
         partial.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_regular(partial, os.O_RDWR | os.O_CREAT)
         file = stack.enter_context(os.fdopen(descriptor, "r+b"))
-        if not _is_locked(file, partial):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have given it its name in between.
+            ours = os.path.samestat(os.fstat(descriptor), partial.stat())
+        except (BlockingIOError, FileNotFoundError):
+            ours = False
+        if not ours:
             raise InputError(
                 f"another process exports to {target}: wait for its end, or name another file"
             )
@@ -145,15 +150,6 @@ def _completed(target: Path, size: int) -> Iterator[BinaryIO]:
         file.flush()
         partial.replace(target)
         failed.pop_all()
-
-
-def _is_locked(file: BinaryIO, path: Path) -> bool:
-    """Lock a file; return False where another process has it, or has given it another name."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (BlockingIOError, FileNotFoundError):
-        return False
 
 
 def verify_archive(path: Path, expected: str | None = None) -> Verified:
@@ -251,8 +247,7 @@ def _contents(path: Path, first: ArchiveEntry | None) -> dict[str, Any]:
     except Malformed as error:
         raise InputError(f"{path}: {CONTENTS}: {error}") from None
     names = [name for name, _, _ in contents["entries"]]
-    repeated = len(names) - len(set(names))
-    if repeated or not all("/" in name for name in names):
+    if len(set(names)) < len(names) or not all("/" in name for name in names):
         raise InputError(f"{path}: {CONTENTS}: expected names like RUN/run.json, each once")
     return contents
 

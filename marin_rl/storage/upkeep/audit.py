@@ -32,8 +32,6 @@ COLUMNS = (
 PLACE = ("step", "row", "segment")
 
 Offences = Mapping[str, Iterable[str]]  # offending names by kind of offence, also of none
-
-
 Seen = dict[str, tuple[int, ...]]  # rounds that trained on each rollout
 
 
@@ -138,7 +136,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
         )
     batches, rollouts = committed[0], rollouts_manifest(run, round)
     generated = _rollouts(run, rollouts)
-    everything = _frame(dispositions_of(run, batches)).cast({"n_tokens": pl.Int64})
+    everything = pl.DataFrame(dispositions_of(run, batches)).cast({"n_tokens": pl.Int64})
     # A round's own rollouts balance; those of earlier rounds are uses of what balanced there. Only
     # a round that has batches among its parents may use groups again.
     reuses = any(parent.slot.startswith("batches/") for parent in batches.parents)
@@ -155,7 +153,7 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
     placed = [  # (rollout_id, step, row, segment) of everything that stands in the batches
         (name, step, row, segment)
         for table in iter_batch_names(run, batches)
-        for step, row, names in _frame(table).select("step", "row", "rollout_ids").rows()
+        for step, row, names in pl.DataFrame(table).select("step", "row", "rollout_ids").rows()
         for segment, name in enumerate(names, start=1)
     ]
     source = (rollouts.slot, rollouts.sha256)
@@ -185,15 +183,9 @@ def _compare(run: Run, round: int, seen: Seen) -> RoundAudit:
 def _rollouts(run: Run, manifest: Manifest) -> pl.DataFrame:
     """Rollouts as the shards describe them, with `n_tokens`."""
     empty = pa.Table.from_batches([], pa.schema([ROLLOUTS.field(name) for name in COLUMNS]))
-    frame = _frame(pa.concat_tables([empty, *iter_row_groups(run, manifest, COLUMNS)]))
+    frame = pl.DataFrame(pa.concat_tables([empty, *iter_row_groups(run, manifest, COLUMNS)]))
     counts = pl.col("n_prompt_tokens", "n_completion_tokens").cast(pl.Int64)
     return frame.with_columns(n_tokens=pl.sum_horizontal(counts))
-
-
-def _frame(table: pa.Table) -> pl.DataFrame:
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame), "a table gives a frame"
-    return frame
 
 
 def _names(rows: pl.DataFrame) -> list[str]:

@@ -85,7 +85,8 @@ class Slot:
 
     @property
     def number(self) -> int:
-        return _number(self.slot)
+        """Its round or step; 0 for slots that have neither."""
+        return 0 if self.slot in (PAIRS, BASE) else int(self.slot.rpartition("-")[2])
 
     @property
     def whole(self) -> int:
@@ -321,8 +322,3 @@ def _slot_of(key: str) -> str | None:
     if match is None or match[1] != KINDS.get(parts[0]):
         return None
     return f"{parts[0]}/{parts[1]}"
-
-
-def _number(slot: str) -> int:
-    """The round or step of a slot; 0 for slots that have neither."""
-    return 0 if slot in (PAIRS, BASE) else int(slot.rpartition("-")[2])

@@ -22,7 +22,7 @@ from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import GroupLog, groups_of_chunk
 from marin_rl.storage.tables.intakes import intake_in
 from marin_rl.storage.tables.parquet import load_or_none
-from marin_rl.storage.tables.stream import number_of, numbers_of
+from marin_rl.storage.tables.stream import numbers_of
 from marin_rl.storage.upkeep.gc import Collection
 from marin_rl.storage.upkeep.inventory import take_inventory
 from marin_rl.storage.upkeep.streams import collected_keys
@@ -50,7 +50,7 @@ class SmallChain(GroupLog):
     def _commit(
         self, key: str, groups: Sequence[RolloutGroup]
     ) -> tuple[Sequence[RolloutGroup], bool]:
-        numbers = [number_of(group.group_id) for group in groups]
+        numbers = [int(group.group_id.rpartition("-")[2]) for group in groups]
         versions = {number: self.versions[number] for number in numbers}
         record = {
             "attempt": self.player.new_attempt(),
