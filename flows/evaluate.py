@@ -11,14 +11,7 @@ from flows.session import Source, flow_run_name, open_session, resolve_config, s
 from marin_rl.config import Config
 from marin_rl.doctor.stages import EVALUATE
 from marin_rl.errors import ConfigError
-from marin_rl.storage.runs import (
-    Run,
-    RunRef,
-    checkpoint_at,
-    committed,
-    evals_slot,
-    round_of,
-)
+from marin_rl.storage.runs import Run, RunRef, checkpoint_at, committed, evals_slot
 from marin_rl.types import SlotRef
 from tasks.generate import evaluate
 from tasks.options import StageRunner, open_run
@@ -60,18 +53,12 @@ def check_own(config: Config, round: int | None) -> None:
 
 async def measure(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     """Serve and evaluate a checkpoint, unless its evaluation is committed."""
-    round = round_after(checkpoint)
+    round = checkpoint.number
     if (evaluation := committed(open_run(run), evals_slot(round))) is not None:
         return evaluation
     stages = StageRunner(open_run(run).config.flow)
     policy = await stages.run(serve, run, round, checkpoint)
     return await stages.run(evaluate, run, round, policy)
-
-
-def round_after(checkpoint: SlotRef) -> int:
-    round = round_of(checkpoint.slot.rpartition("/")[2])
-    assert round is not None, f"expected a slot of a checkpoint, found {checkpoint.slot}"
-    return round
 
 
 def start(config: Config, round: int | None = None) -> SlotRef:

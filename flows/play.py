@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 from prefect import task
 from prefect.exceptions import Pause
 
-from flows.evaluate import round_after
 from flows.session import pause_if_suspended
 from marin_rl.rounds import overlap_metrics, transfer_metrics
 from marin_rl.storage.runs import (
@@ -172,7 +171,7 @@ class Rounds(ABC):
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
         opened = open_run(run)
         self._run, self._opened, self._config = run, opened, opened.config
-        self._first = round_after(checkpoint)
+        self._first = checkpoint.number
         self._rounds = range(self._first, opened.config.rounds)
         self._latest = checkpoint
         self._trained, self._evaluated = Results[Trained](), Results[None]()
@@ -241,7 +240,6 @@ class Rounds(ABC):
         return version % self._config.evaluation.every_rounds == 0
 
     async def _version(self, version: int) -> SlotRef:
-        """Wait for a checkpoint."""
         if version > self._first:
             return (await self._trained.of(version - 1)).checkpoint
         existing = committed_checkpoint(self._opened, version)

@@ -65,8 +65,6 @@ TEXT_CHARACTERS_MAX = 1000
 ERROR_SHOWN = 72  # characters of an error in a task's last line
 
 KEPT = ("progress", "table", "learning-curve")  # artifacts that are updated in place
-CURVE = "![Learning curve](data:image/png;base64,{})"
-ACTIVE_STATES = (StateType.RUNNING, StateType.PENDING)
 
 TABLE_COLUMNS = {
     name: METRICS[name][0] for name in (*COLUMNS[:5], "loss", "grad_norm", *COLUMNS[5:])
@@ -163,7 +161,7 @@ class Reporter:
         for artifact in client.read_artifacts(artifact_filter=named, flow_run_filter=own):
             if artifact.key is not None and artifact.id is not None:
                 self._made[keys[artifact.key]] = artifact.id
-        types = TaskRunFilterStateType(any_=list(ACTIVE_STATES))
+        types = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
         active_tasks = TaskRunFilter(state=TaskRunFilterState(type=types))
         for task in client.read_task_runs(flow_run_filter=own, task_run_filter=active_tasks):
             if task.flow_run_run_count < self._attempt:
@@ -202,8 +200,9 @@ class Reporter:
         if self._closing.is_set() or time.monotonic() - self._drawn >= CURVE_EVERY_S:
             self._drawn = time.monotonic()
             picture = base64.b64encode(learning_curve(rows, run.run_id)).decode()
+            shown = f"![Learning curve](data:image/png;base64,{picture})"
             text = f"Reward and held-out accuracy of {run.run_id}"
-            self._update(client, "learning-curve", "markdown", CURVE.format(picture), text)
+            self._update(client, "learning-curve", "markdown", shown, text)
 
     def _key(self, name: str) -> str:
         """The key of an artifact of this run: Prefect allows letters, digits and dashes."""

@@ -8,7 +8,7 @@ Where `policy.init` is "sft", the warm start is played first, and its result is 
 from prefect import flow
 
 from flows.session import Source, flow_run_name, open_session, resolve_config, start_flow
-from flows.sft import steps_of, warm_start
+from flows.sft import warm_start
 from marin_rl.config import Config
 from marin_rl.doctor.stages import REWARD_MODEL
 from marin_rl.storage.runs import LATEST_OF_PAIRS, RunRef
@@ -35,8 +35,8 @@ async def learn(run: RunRef, section: PairSection) -> SlotRef:
     stages = StageRunner(config.flow)
     pairs = await stages.run(prepare, run, section)
     reached = LATEST_OF_PAIRS[section](open_run(run))
-    while reached is None or steps_of(reached) < steps:
-        reached = await stages.run(fit, run, section, steps_of(reached), pairs)
+    while reached is None or reached.number < steps:
+        reached = await stages.run(fit, run, section, reached.number if reached else 0, pairs)
     return reached
 
 

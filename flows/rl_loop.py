@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from prefect import flow
 
-from flows.evaluate import measure, round_after
+from flows.evaluate import measure
 from flows.play import InOrder, run_round
 from flows.session import (
     Source,
@@ -60,7 +60,7 @@ async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
         return await Window(run, checkpoint).play()
     if config.max_staleness:
         return await InOrder(run, checkpoint).play()
-    for round in range(round_after(checkpoint), config.rounds):
+    for round in range(checkpoint.number, config.rounds):
         await pause_if_suspended()
         if config.evaluation.patience and round % config.evaluation.every_rounds == 0:
             await measure(run, checkpoint)

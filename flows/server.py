@@ -50,12 +50,9 @@ WATCH_EVERY_S, MISSES_MAX = 10.0, 3  # a server that is restarted is back sooner
 DRAIN_S = 10.0
 # Loggers that each report an API that does not answer.
 NOISY = (
-    "APILogWorker",
-    "EventsWorker",
-    "prefect._internal.concurrency",
-    "prefect.events.clients",
+    "APILogWorker", "EventsWorker", "prefect._internal.concurrency", "prefect.events.clients",
     "prefect.events.worker",
-)
+)  # fmt: skip
 RUNS = ("prefect.flow_runs", "prefect.task_runs")  # report other things too
 
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
@@ -171,9 +168,9 @@ class ApiConnection:
     def _watch(self, server: Popen[bytes] | None) -> None:
         if server is not None:
             code = server.wait()
-            how = (
-                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            )
+            how = f"ended with {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
             reason = f"the temporary Prefect server {how}"
         else:
             misses = 0
@@ -223,7 +220,6 @@ def end_senders() -> None:
     asyncio.run_coroutine_threadsafe(end(), loop).result()
 
 
-DATABASE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 START_TIMEOUT_S = 300.0  # others may start first
 RECORD_S = 10.0
 STOP_TIMEOUT_S = 30.0
@@ -293,10 +289,11 @@ def _local_server(warm: Sequence[str]) -> Iterator[ApiConnection]:
     """Start a server, wait until it answers, and end it with the block."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/api"
-    with tempfile.TemporaryFile() as log, _environment() as environment:
+    spare = tempfile.TemporaryDirectory(prefix="marin-rl-prefect-")
+    with tempfile.TemporaryFile() as log, spare as home:
         process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(port)],  # -P keeps this folder off its path
-            env=environment,
+            env=_environment(home),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -319,26 +316,21 @@ def _local_server(warm: Sequence[str]) -> Iterator[ApiConnection]:
                 process.wait()
 
 
-@contextmanager
-def _environment() -> Iterator[dict[str, str]]:
-    """Environment of a server: the user's profile, a temporary one where no home can be written."""
+def _environment(spare: str) -> dict[str, str]:
+    """Environment of a server: the user's profile, or `spare` where no home can be written."""
     settings = get_current_settings()
-    environment = {
-        **os.environ,
-        **settings.to_environment_variables(exclude_unset=True),
-        **EPHEMERAL,
-        "PREFECT_HOME": str(settings.home),
-    }
+    environment = {**os.environ, **settings.to_environment_variables(exclude_unset=True)}
+    environment |= {**EPHEMERAL, "PREFECT_HOME": str(settings.home)}
     environment.pop("PREFECT_API_URL", None)
-    with tempfile.TemporaryDirectory(prefix="marin-rl-prefect-") as temporary:
-        try:
-            settings.home.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=settings.home).close()
-        except OSError as error:
-            _log.warning("Prefect keeps no history of this run: %s", error)
-            database = f"sqlite+aiosqlite:///{temporary}/prefect.db"
-            environment |= {"PREFECT_HOME": temporary, DATABASE: database}
-        yield environment
+    try:
+        settings.home.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=settings.home).close()
+    except OSError as error:
+        _log.warning("Prefect keeps no history of this run: %s", error)
+        database = f"sqlite+aiosqlite:///{spare}/prefect.db"
+        environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = database
+        environment["PREFECT_HOME"] = spare
+    return environment
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
@@ -360,7 +352,6 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[byte
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -29,14 +29,8 @@ from marin_rl.processes import joined
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
 from marin_rl.runtime import release
-from marin_rl.storage.runs import (
-    Run,
-    RunRef,
-    committed_checkpoint,
-    latest_checkpoint,
-    metrics_key,
-    round_of,
-)
+from marin_rl.storage.run_progress import is_closed
+from marin_rl.storage.runs import Run, RunRef, committed_checkpoint, latest_checkpoint
 from marin_rl.trust import try_to_remember
 from marin_rl.types import SlotRef
 from tasks.fan_out import fanning_out
@@ -156,11 +150,7 @@ def resume_point(run: Run) -> SlotRef | None:
     latest = latest_checkpoint(run)
     if latest is None:
         return None
-    round = last = round_of(latest.slot.rpartition("/")[2]) or 0
+    round = last = latest.number
     while round and last - round <= run.config.max_staleness and not is_closed(run, round - 1):
         round -= 1
     return committed_checkpoint(run, round) or latest
-
-
-def is_closed(run: Run, round: int) -> bool:
-    return metrics_key(round).rpartition("/")[2] in run.store.children("metrics")

@@ -29,14 +29,9 @@ async def warm_start(run: RunRef) -> SlotRef:
     """The checkpoint after `sft.steps` optimizer steps, from the last one that is committed."""
     config, reached = open_run(run).config, latest_sft(open_run(run))
     stages = StageRunner(config.flow)
-    while reached is None or steps_of(reached) < config.sft.steps:
-        reached = await stages.run(fine_tune, run, steps_of(reached))
+    while reached is None or reached.number < config.sft.steps:
+        reached = await stages.run(fine_tune, run, reached.number if reached else 0)
     return reached
-
-
-def steps_of(checkpoint: SlotRef | None) -> int:
-    """Optimizer steps behind a warm start's checkpoint; 0 without one."""
-    return int(checkpoint.slot.rpartition("-")[2]) if checkpoint else 0
 
 
 def start(config: Config) -> SlotRef:

@@ -85,7 +85,6 @@ def up(say: Callable[[str], None]) -> None:
 
 
 def down(say: Callable[[str], None]) -> None:
-    """End the worker with its flows, then the server."""
     for name in ("worker", "server"):
         pid = _alive(name)
         if pid is None:

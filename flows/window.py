@@ -16,7 +16,6 @@ from typing import Any
 
 from prefect.exceptions import Pause
 
-from flows.evaluate import round_after
 from flows.play import Rounds, Seconds, Taken, reported
 from flows.session import pause_if_suspended
 from marin_rl.errors import StorageError
@@ -82,7 +81,7 @@ class Window(Rounds):
 
         With `in_flight_updates` at once: what is under way goes on with it.
         """
-        version = round_after(self._latest)
+        version = self._latest.number
         if self._sampled_by is not None and version == self._sampled_by.weight_version:
             return
         if not self._config.in_flight_updates:
@@ -126,7 +125,6 @@ class Window(Rounds):
             self._evaluated.give(number, None)
 
     async def _begin_chunks(self) -> None:
-        """Claim and begin chunks while there is room."""
         most = self._config.flow.shards_in_flight_max
         if len(self._chunks) >= most:
             return

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
@@ -30,7 +30,6 @@ from marin_rl.types import SlotRef
 from tasks.fan_out import nodes_of
 
 RETRY_DELAY_S_MAX = 600.0
-JITTER = 0.5
 
 # Stages that displays show, by the names of their tasks.
 SHOWN: dict[str, Stage] = {
@@ -54,22 +53,10 @@ def is_transient(_task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> boo
     return isinstance(error, MarinRLError) and error.transient
 
 
-class GroupOptions(TypedDict):
-    """Options of `@task` for tasks that call the tasks of stages."""
-
-    cache_policy: Any
-    persist_result: bool
-
-
-class StageOptions(GroupOptions):
-    """Options of `@task` for every stage; the rest is in the configuration: see `StageRunner`."""
-
-    retry_condition_fn: Callable[[Task[Any, Any], TaskRun, State[Any]], bool]
-    retry_jitter_factor: float
-
-
-GROUP = GroupOptions(cache_policy=NO_CACHE, persist_result=False)
-STAGE = StageOptions(**GROUP, retry_condition_fn=is_transient, retry_jitter_factor=JITTER)
+# Options of `@task` for tasks that call the tasks of stages, and for stages; the rest is in the
+# configuration: see `StageRunner`.
+GROUP: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+STAGE = {**GROUP, "retry_condition_fn": is_transient, "retry_jitter_factor": 0.5}
 
 
 class StageRunner:

@@ -32,12 +32,6 @@ COLUMNS = (
     "queue_s", "prefill_s", "decode_s", "segment_lengths", "start_s",
 )  # fmt: skip
 
-# What a line of a list needs.
-BRIEF = (
-    "rollout_id", "example", "prompt", "completion", "answer", "reward", "status", "finish_reason",
-    "n_turns",
-)  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFilter:
@@ -213,7 +207,6 @@ def _round(run: Run, chosen: int | None) -> int:
     return number
 
 
-EPISODE_COLUMNS = ("example_id", "answer", "turns", "reward")
 SHOWN, DIALOGUES_SHOWN = 10, 3
 TURN_MAX = 160  # characters of a turn
 
@@ -254,7 +247,8 @@ def before_and_after(run: Run) -> BeforeAfter | None:
 
 def _episodes(run: Run, round: int) -> dict[str, tuple[str, PlayedEpisode]]:
     manifest = committed_manifest(run.store, evals_slot(round))
-    table = pa.concat_tables(iter_row_groups(run, manifest, EPISODE_COLUMNS))
+    columns = ("example_id", "answer", "turns", "reward")
+    table = pa.concat_tables(iter_row_groups(run, manifest, columns))
     episodes: dict[str, tuple[str, PlayedEpisode]] = {}
     for row in table.to_pylist():
         turns = tuple(
@@ -292,7 +286,6 @@ _STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold magenta
 
 
 def dialogue(row: Mapping[str, Any]) -> RenderableType:
-    """Draw a record of `analysis.dialogues`: facts, turns, components of the reward."""
     parts: list[RenderableType] = [key_values(f"Rollout {row['rollout_id']}", _facts(row)), ""]
     begins = {segment["turn"]: segment for segment in row["segments"]}
     for number, turn in enumerate(row["turns"], start=1):

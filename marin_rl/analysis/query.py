@@ -138,7 +138,6 @@ def tables(
 def _answering(
     root: Root, run_id: Runs, query: str, storage_options: Options | None, *, unsafe: bool
 ) -> Iterator[duckdb.DuckDBPyRelation]:
-    """Open DuckDB's answer to `query`, to be read inside the block."""
     runs = open_runs(root, run_id, storage_options)
     try:
         if unsafe:

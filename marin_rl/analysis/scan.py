@@ -114,13 +114,12 @@ class Table:
                     url = part.store.url_of(part.key)
                     raise CorruptObject(f"{url} is not a readable Parquet file: {error}") from None
             return scan(opened, columns)
-        if (
-            local and self.derived is None and set(self.place) <= {RUN}
-        ):  # files of a run are scanned together
-            return pl.concat(
-                self._placed(scan([part.path for part in own], columns_of(self.schema)), own[0])
-                for own in (list(group) for _, group in groupby(parts, key=lambda p: p.run_id))
-            )
+        if local and self.derived is None and set(self.place) <= {RUN}:
+            # Files of a run are scanned together.
+            by_run = [[*group] for _, group in groupby(parts, key=lambda part: part.run_id)]
+            stored = columns_of(self.schema)
+            frames = (scan([part.path for part in own], stored) for own in by_run)
+            return pl.concat(map(self._placed, frames, (own[0] for own in by_run)))
         fetch = partial(_fetch, parts, self._read)
         return register_io_source(fetch, schema=dict(columns), is_pure=True)
 
@@ -293,12 +292,8 @@ CALLS = pa.schema(
 
 
 def calls_frame(rollouts: pl.LazyFrame) -> pl.LazyFrame:
-    """The rows of `CALLS` of some rollouts."""
-    names = ("run_id", "round", "rollout_id")
-    rows, calls = (
-        rollouts.select(*names, "turns", "segment_lengths", *TOKENS).collect(),
-        list[dict[str, Any]](),
-    )
+    names, calls = ("run_id", "round", "rollout_id"), list[dict[str, Any]]()
+    rows = rollouts.select(*names, "turns", "segment_lengths", *TOKENS).collect()
     tokens = {name: rows[name] for name in TOKENS}
     for number, row in enumerate(rows.drop(*tokens).iter_rows(named=True)):
         arrays = {name: column[number].to_numpy() for name, column in tokens.items()}

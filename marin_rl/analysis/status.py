@@ -242,12 +242,10 @@ def _tokenizer(run: Run, trained: int) -> str:
     return folder + (f" (digest {digest[:12]})" if digest else "")
 
 
-def each_run(
-    root: str, read: Callable[[str], Result], options: Options = None
-) -> list[Result | Unreadable]:
+def each_run(root: str, read: Callable[[str], Result]) -> list[Result | Unreadable]:
     """Apply `read` to every run under a root, and report the runs that cannot be read."""
     results: list[Result | Unreadable] = []
-    for run_id in runs_under(root, options):
+    for run_id in runs_under(root):
         try:
             results.append(read(run_id))
         except Exception as error:
@@ -361,7 +359,6 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
 
 
 def _learning_from_pairs(run: Run) -> Stage | None:
-    """The stage of a run that learns from pairs, and has not begun with rounds."""
     for section, latest in LATEST_OF_PAIRS.items():
         settings, done = getattr(run.config, section), latest(run)
         if settings is not None and done is not None:

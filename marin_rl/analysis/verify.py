@@ -95,7 +95,6 @@ def verify_run(run: Run, round: int | None = None, *, trust: bool = False) -> It
 
 
 def not_checked(findings: Sequence[Finding]) -> list[str]:
-    """The metrics that were not compared, a line for each reason."""
     reasons: dict[str, set[str]] = {}
     for finding in findings:
         if finding.unchecked:

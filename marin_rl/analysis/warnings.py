@@ -13,10 +13,6 @@ from marin_rl.rollouts.estimates import held_out_accuracies
 
 Rows = Sequence[Mapping[str, Any]]
 
-MISMATCH_KL_MAX = 0.01
-ERRORS_MAX = 0.05
-CUT_OFF_MAX = 0.5
-WITHOUT_SIGNAL_MAX = 0.8
 ENTROPY_LEFT_MIN = 0.1  # of the first round's
 ENTROPY_MIN = 0.001  # nats a token: all samples of a prompt are the same text
 INTERVAL_MAX = 0.3  # width of the 95 % interval, beyond which an accuracy says little
@@ -24,10 +20,10 @@ GAIN_MIN = 0.05
 ROUNDS_JUDGED = 10
 
 _LIMITS = {
-    "mismatch_kl": (MISMATCH_KL_MAX, "sampler and trainer disagree: mismatch KL {:.3g}"),
-    "rollouts/errors": (ERRORS_MAX, "{:.0%} of the rollouts failed"),
-    "completions/clipped_ratio": (CUT_OFF_MAX, "{:.0%} of the completions are cut off"),
-    "frac_reward_zero_std": (WITHOUT_SIGNAL_MAX, "{:.0%} of the groups carry no signal"),
+    "mismatch_kl": (0.01, "sampler and trainer disagree: mismatch KL {:.3g}"),
+    "rollouts/errors": (0.05, "{:.0%} of the rollouts failed"),
+    "completions/clipped_ratio": (0.5, "{:.0%} of the completions are cut off"),
+    "frac_reward_zero_std": (0.8, "{:.0%} of the groups carry no signal"),
     "updates/skipped": (0.0, "{:.0f} updates were not finite and were skipped"),
     "weights/failures": (0.0, "giving weights to servers failed {:.0f} times"),
 }

@@ -112,7 +112,6 @@ def config_show(
 
 
 def _unused(config: "Config") -> Iterator[str]:
-    """Sentences about settings of the policy that its model folder decides instead."""
     from marin_rl.tokenizer_files import tokenizer_folder
 
     policy = config.policy

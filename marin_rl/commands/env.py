@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import key_named, load, out, print_info, print_json
+from marin_rl.commands.options import key_named, load, out, print_info, print_json, print_verdict
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from marin_rl.types import Message, Turn
 
 TURNS_MAX = 8
-VERDICTS = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "    "}
 
 EnvironmentName = Annotated[
     str, typer.Argument(metavar="NAME|CONFIG|RUN", help="name of an environment, or as CONFIG|RUN")
@@ -126,7 +125,7 @@ def env_check(
         if as_json:
             print_json(finding)
             continue
-        out.print(VERDICTS[finding.passed], end=" ")
+        print_verdict(passed=finding.passed)
         print_info(f"{finding.law:<8} {finding.detail}")
     if failed:
         raise typer.Exit(1)

@@ -84,6 +84,10 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         api_key_variable=api_key_variable,
         trust=trust,
     )
+    try:
+        numbers = None if k is None else [int(part) for part in k.split(",")]
+    except ValueError:
+        raise ConfigError(f"--k: expected numbers like 1,8, found {k!r}") from None
     others = [item for item in overrides or () if not item.strip().startswith(OPTIONS)]
     options = [item.strip() for item in overrides or () if item not in others]
     request = EvaluationRequest(
@@ -91,7 +95,7 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
         suites=tuple(suite.split(",")) if suite else (),
         data=data,
         options=tuple(item.removeprefix(OPTIONS) for item in options),
-        k=_numbers(k),
+        k=numbers,
         examples=examples,
         samples=samples,
         temperature=temperature,
@@ -112,7 +116,6 @@ def evaluate(  # noqa: PLR0913 - each is an option of the command
 def _write_rows(
     target: "Target", request: "EvaluationRequest", output: Path | None, *, as_json: bool
 ) -> None:
-    """Evaluate once, and write the rows to a Parquet file."""
     with phase("evaluating") as evaluating, listening(evaluating.listen):
         from marin_rl.evaluation import evaluate_target
 
@@ -155,13 +158,3 @@ def _print_metrics(
 
     out.print(estimates_table(f"Evaluation of {model}", metrics))
     print_info(*(f"{name}: {value}" for name, value in place.items()))
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    """Parse `1,8`. Raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--k: expected numbers like 1,8, found {text!r}") from None

@@ -88,7 +88,6 @@ def print_json(*values: Any) -> None:
 
 
 def print_result(value: Any, *lines: str, as_json: bool) -> None:
-    """Print the result of a command: as JSON, else in lines for people."""
     if as_json:
         print_json(value)
     else:
@@ -124,6 +123,11 @@ def print_info(*lines: str, style: str = "", console: Console = out) -> None:
 
 def print_error(*lines: str, style: str = "red") -> None:
     print_info(*lines, style=style, console=err)
+
+
+def print_verdict(*, passed: bool | None) -> None:
+    verdicts = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "    "}
+    out.print(verdicts[passed], end=" ")
 
 
 def report(error: BaseException) -> int:

@@ -15,7 +15,7 @@ from marin_rl.commands.options import open_run, out, print_info, print_json, pri
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
-    from marin_rl.storage.runs import Run
+    pass
 
 
 def lineage(  # noqa: PLR0913 - each is an option of the command
@@ -44,14 +44,19 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     """
     from marin_rl.analysis.lineage import as_text, as_tree, trace, trace_forward, write_graph
     from marin_rl.display.tables import shortened
+    from marin_rl.storage.run_progress import progress
 
     _check_start(rollout, reverse=reverse, others=(round_number, step, row))
     run = open_run(root, run_name)
     if rollout is not None:
         lineage = trace_forward(run, rollout)
     else:
-        number = _last_processed(run) if round_number is None else round_number
-        lineage = trace(run, number, step, row)
+        if round_number is None:
+            processed = [number for number, slots in progress(run).items() if slots.batches]
+            if not processed:
+                raise ObjectMissing(f"run {run.run_id!r} has no processed round yet")
+            round_number = processed[-1]
+        lineage = trace(run, round_number, step, row)
     if graph is not None:
         write_graph(lineage, graph)
     if as_json:
@@ -79,16 +84,6 @@ def _check_start(
         raise ConfigError(
             "lineage --reverse looks for the update itself: leave out --round, --step and --row"
         )
-
-
-def _last_processed(run: "Run") -> int:
-    """Return the last round that has batches. Raises ObjectMissing."""
-    from marin_rl.storage.run_progress import progress
-
-    processed = [number for number, slots in progress(run).items() if slots.batches]
-    if not processed:
-        raise ObjectMissing(f"run {run.run_id!r} has no processed round yet")
-    return processed[-1]
 
 
 def diff(

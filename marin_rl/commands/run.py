@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from marin_rl.planning import Devices, Plan
 
 SAID_BYTES = 10**9  # checkpoints of this size are announced before a run
-MORE_ROUNDS = 20  # that the line to continue a finished run proposes
 
 
 def run(  # noqa: PLR0913 - each is an option of the command
@@ -317,8 +316,12 @@ def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) ->
     }
     if devices is not None:
         rows["memory of hosts"] = f"about {or_unknown(plan.host_bytes)} in each process"
-    if overlap := _overlap(config, plan):
-        rows["overlap"] = overlap
+    if not embedded:
+        saves = f"up to {plan.overlap_saves:.0%} of a round (estimate)"
+        rows["overlap"] = f"sampling during training saves {saves}"
+        if not config.max_staleness:
+            would = f"asynchrony.max_staleness 1 would save {saves}"
+            rows["overlap"] = f"sampling and training alternate; {would}"
     return rows
 
 
@@ -352,16 +355,6 @@ def checkpoints_kept(config: Config, plan: "Plan") -> str:
         f"at most {at_once}, of at most {plan.checkpoints_kept:,} checkpoints; "
         f"{size(plan.checkpoint_written_bytes)} are written in all"
     )
-
-
-def _overlap(config: Config, plan: "Plan") -> str:
-    """Gain of sampling during training; empty for the embedded server."""
-    if not config.inference.endpoints:
-        return ""
-    saves = f"up to {plan.overlap_saves:.0%} of a round (estimate)"
-    if config.max_staleness:
-        return f"sampling during training saves {saves}"
-    return f"sampling and training alternate; asynchrony.max_staleness 1 would save {saves}"
 
 
 def _print_data_warnings(config: Config) -> None:
@@ -417,7 +410,7 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
 def _further(config: Config, again: str, trained: int) -> str:
     """The command that trains more rounds of a run that ended, whose early end is told."""
     if trained >= config.rounds:
-        return f"{again} --rounds {trained + MORE_ROUNDS}"
+        return f"{again} --rounds {trained + 20}"
     print_info(
         f"ended early, after {trained} of {config.rounds} rounds: of its last evaluations, "
         f"{config.evaluation.patience} in a row were no better than the best (evaluation.patience)"

@@ -9,6 +9,7 @@ import gc
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +95,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         model,
         of_a_run={"--follow": follow, "--round": round_number is not None, "--register": register},
         of_registered={"--label": bool(labels), "--announce": announce is not None},
-        alone=bool(adapter),
+        adapter=bool(adapter),
     )
     adapters = adapters_named(adapter or ())
     keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
@@ -168,12 +169,9 @@ def check_flags(
     *,
     of_a_run: Mapping[str, bool],
     of_registered: Mapping[str, bool],
-    alone: bool = False,
+    adapter: bool = False,
 ) -> None:
-    """Raise ConfigError for flags that do not go together, each with whether it was given.
-
-    `alone` is whether --adapter was.
-    """
+    """Raise ConfigError for flags that do not go together, each with whether it was given."""
     if (run_name is None) == (model is None):
         raise ConfigError("serve needs a RUN or --model FOLDER, and not both")
     for flag, chosen in of_a_run.items():
@@ -181,7 +179,7 @@ def check_flags(
             raise ConfigError(f"{flag} needs a run: marin-rl serve RUN {flag}")
     if of_a_run["--register"] and not of_a_run["--follow"]:
         raise ConfigError("--register needs --follow: registered servers take every checkpoint")
-    if of_a_run["--register"] and alone:
+    if of_a_run["--register"] and adapter:
         raise ConfigError(
             "--adapter with --register: servers of a run's fleet have its policy alone, so that "
             "all of them sample the same bits; serve other adapters with a server of their own"
@@ -255,12 +253,7 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
 
     check_address(config.inference, host, port)
     atropos, receiver = _receiver(config)
-
-    def ready(url: str) -> None:
-        print_error(f"receiving groups of run {config.run_id} at {url} (Ctrl-C ends)", style="")
-        if as_json:
-            print_json({"state": "ready", "url": url, "run_id": config.run_id})
-
+    ready = partial(_print_ready, "receiving groups of run {} at", config.run_id, as_json=as_json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
     with suppress(KeyboardInterrupt):
         atropos.serve_trajectories(receiver, host, port, ready)
@@ -286,12 +279,8 @@ def poll_trajectories(
     """
     config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     atropos, receiver = _receiver(config)
-
-    def ready() -> None:
-        print_error(f"taking groups of run {config.run_id} from {url} (Ctrl-C ends)", style="")
-        if as_json:
-            print_json({"state": "ready", "url": url, "run_id": config.run_id})
-
+    doing = "taking groups of run {} from"
+    ready = partial(_print_ready, doing, config.run_id, url, as_json=as_json)
     batches = 0
     with suppress(KeyboardInterrupt):
         batches = atropos.poll_trajectories(receiver, url, ready, print_error)
@@ -315,17 +304,18 @@ def sessions(
     from marin_rl.storage.runs import Run
 
     config = Run.open(root, run_name).config
-
-    def ready(url: str) -> None:
-        print_error(f"handing out sessions of run {run_name} at {url} (Ctrl-C ends)", style="")
-        if as_json:
-            print_json({"state": "ready", "url": url, "run_id": run_name})
-
+    ready = partial(_print_ready, "handing out sessions of run {} at", run_name, as_json=as_json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again at the end
     with suppress(KeyboardInterrupt):
         integration("agent_sessions").serve_sessions(
             config.environment.options, config.inference, (host, port), ready
         )
+
+
+def _print_ready(doing: str, run_id: str, url: str, *, as_json: bool) -> None:
+    print_error(f"{doing.format(run_id)} {url} (Ctrl-C ends)", style="")
+    if as_json:
+        print_json({"state": "ready", "url": url, "run_id": run_id})
 
 
 def _receiver(config: Config) -> tuple[Any, Any]:

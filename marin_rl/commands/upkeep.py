@@ -21,6 +21,7 @@ from marin_rl.commands.options import (
     print_error,
     print_info,
     print_json,
+    print_verdict,
     try_next,
 )
 
@@ -53,8 +54,8 @@ def doctor(
         if as_json:
             print_json(finding)
             continue
-        mark = "[green]ok  [/green]" if finding.passed else "[red]FAIL[/red]"
-        out.print(f"{mark} [bold]{finding.name:<13}[/bold] ", end="")
+        print_verdict(passed=finding.passed)
+        out.print(f"[bold]{finding.name:<13}[/bold] ", end="")
         print_info(finding.detail)
     if failed:
         raise typer.Exit(1)

@@ -94,7 +94,6 @@ class RunDisplay:
         return (self.rounds - self.round - 1) * sum(latest) / len(latest)
 
     def render(self) -> RenderableType:
-        """A panel: rounds, stage, main metrics, two curves."""
         curves = (("reward   ", self.rewards), ("held-out ", self.accuracies))
         lines = [Text(f"{name} {sparkline(values)}") for name, values in curves if values]
         finished = min(self.round + (self.stage in ("round", "done")), self.rounds)

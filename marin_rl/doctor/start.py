@@ -20,8 +20,8 @@ from marin_rl.doctor.stages import (
     Stage,
     run_stages,
 )
-from marin_rl.storage.layout import evals_slot, metrics_key
-from marin_rl.storage.run_progress import ends_early
+from marin_rl.storage.layout import evals_slot
+from marin_rl.storage.run_progress import ends_early, is_closed
 from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.runs import (
     LATEST_OF_PAIRS,
@@ -127,9 +127,7 @@ def finished(config: Config, flow: str) -> SlotRef | None:
             return None
         if committed(run, evals_slot(trained)) is None:
             return None
-        if metrics_key(trained - 1).rpartition("/")[2] not in run.store.children("metrics"):
-            return None
-        return committed_checkpoint(run, trained)
+        return committed_checkpoint(run, trained) if is_closed(run, trained - 1) else None
     if flow == SFT:
         latest, steps = latest_sft(run), config.sft.steps
     else:

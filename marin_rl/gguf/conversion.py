@@ -57,7 +57,6 @@ def shapes_of(tensors: Mapping[str, ReaderTensor]) -> dict[str, tuple[int, ...]]
 
 
 def gguf_names(architecture: str, layers: int, names: Iterable[str]) -> dict[str, str]:
-    """Names of tensors in a GGUF file by their names in a folder."""
     (kind,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(kind, layers)
     found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
@@ -119,7 +118,6 @@ def folder_parts(
         yield part - 1 if architecture.shifted_norms and name.endswith("norm.weight") else part
 
 
-_BLOCK = 32  # of Q8_0
 # llama.cpp's numbers of what most tensors of a file are.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _VALUE_TYPES = {
@@ -186,7 +184,7 @@ def _arrays(model: LanguageModel, architecture: Architecture) -> Iterator[np.nda
 def _type_of(shape: tuple[int, ...], gguf_type: str) -> GGMLQuantizationType:
     """The type of a tensor: vectors stay whole, and rows that are no whole blocks are float16."""
     kind = "f32" if len(shape) == 1 else gguf_type
-    if kind == "q8_0" and shape[-1] % _BLOCK:
+    if kind == "q8_0" and shape[-1] % 32:  # numbers of a block
         kind = "f16"
     return GGMLQuantizationType[kind.upper()]
 

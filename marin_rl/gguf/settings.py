@@ -21,7 +21,6 @@ from marin_rl.plain_files import check_regular
 
 # A vocabulary of 262,144 tokens and 514,906 merges takes 1.8 million, of some 130 bytes each.
 FIELDS_MAX = 2**22
-_REFUSALS = (ValueError, ArithmeticError, KeyError, IndexError, RecursionError, TypeError)
 
 Value = TypeVar("Value")
 
@@ -72,7 +71,7 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
         with np.errstate(over="raise"):  # a sum of offsets in 64 bits
             reader = _Reader(path)
         values = {key: field.contents() for key, field in reader.fields.items()}
-    except _REFUSALS as error:
+    except (ValueError, ArithmeticError, LookupError, RecursionError, TypeError) as error:
         raise InputError(
             f"{path}: expected a whole GGUF file of version 2 or 3, found {error}; copy it again"
         ) from error

@@ -98,14 +98,11 @@ def _chart(plan: Mapping[str, Any], rows: Rows) -> Chart:
     return Chart(**shown, lines=lines)
 
 
-DPI = 120
-
-
 def learning_curve(rows: Rows, title: str) -> bytes:
     """Held-out accuracy with its 95 % interval, and training reward, by round, as a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
     axes: Any = figure.add_subplot()
     if points := _points(rows, "reward"):
         x, y = zip(*points, strict=True)

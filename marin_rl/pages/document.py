@@ -167,11 +167,9 @@ class RunPage:
         }
         for phase, slot_of in slots.items():
             if slot_of is not None and not (begun and phase in self._steps):
-                steps = (
-                    (n, read_manifest(self._run.store, s)) for s, n in steps_in(self._run, slot_of)
-                )
-                rows = [{"step": step, **found[0].totals} for step, found in steps if found]
-                self._steps[phase] = rows
+                slots_of = steps_in(self._run, slot_of)
+                steps = ((n, read_manifest(self._run.store, slot)) for slot, n in slots_of)
+                self._steps[phase] = [{"step": n, **made[0].totals} for n, made in steps if made]
         return self._steps
 
     def _read_evaluations(self, committed: dict[int, RoundProgress]) -> None:
@@ -289,13 +287,7 @@ STATIC = Path(__file__).parent / "static"
 OWN_SCRIPTS = ("dom.js", "charts.js", "tokens.js", "rollout.js", "table.js", "groups.js", "main.js")
 
 _EXPORT = re.compile(r"export\s*\{[^}]*?(?P<name>[\w$]+) as default[^}]*\};?")
-_ESCAPED = {
-    "<": "\\u003c",
-    ">": "\\u003e",
-    "&": "\\u0026",
-    "\u2028": "\\u2028",
-    "\u2029": "\\u2029",
-}
+_ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +327,6 @@ def scripts() -> tuple[Script, ...]:
 
 @cache
 def style() -> str:
-    """The style sheet: that of the table, then ours."""
     files = (_package_file("itables", "html/dt_bundle.css"), STATIC / "page.css")
     sheet = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert "</style" not in sheet.lower(), "a style sheet has no end tag in it"
@@ -343,7 +334,6 @@ def style() -> str:
 
 
 def policy(script_sources: str, connect: str) -> str:
-    """A Content-Security-Policy that allows these scripts alone."""
     return (
         f"default-src 'none'; script-src {script_sources}; style-src 'unsafe-inline'; "
         f"img-src data:; font-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -375,7 +365,7 @@ def _inlined(script: str) -> Markup:
 def report_html(page: Page) -> str:
     """Render a self-contained file, which opens without a network."""
     hashes = " ".join(f"'{script.hash}'" for script in scripts())
-    embedded = orjson.dumps(page).decode().translate(str.maketrans(_ESCAPED))
+    embedded = orjson.dumps(page).decode().translate(_ESCAPED)
     return _render(page.facts.run_id, embedded, content_policy=policy(hashes, connect="'none'"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from marin_rl.config import Config
 from marin_rl.errors import ConfigError, CorruptObject
 from marin_rl.storage.commits import read_manifest
-from marin_rl.storage.layout import checkpoint_slot, evals_slot, round_of
+from marin_rl.storage.layout import checkpoint_slot, evals_slot, metrics_key, round_of
 from marin_rl.storage.runs import Run, rounds_in
 from schemas.manifests import Manifest
 
@@ -59,6 +59,10 @@ def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
         ):
             slots.setdefault(round, {})["checkpoint"] = True
     return {round: RoundProgress(round=round, **slots[round]) for round in sorted(slots)}
+
+
+def is_closed(run: Run, round: int) -> bool:
+    return metrics_key(round).rpartition("/")[2] in run.store.children("metrics")
 
 
 def rounds_planned(run: Run, trained: int) -> int:

@@ -12,7 +12,7 @@ from prefect.states import Suspended
 from support.flow_runs import REPOSITORY, debug
 from support.run_factories import whole_run
 
-from flows.evaluate import evaluate_run, round_after
+from flows.evaluate import evaluate_run
 from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
 from marin_rl.config import load_config, parse_config
 from marin_rl.doctor.stages import RL
@@ -42,7 +42,7 @@ def close(run: Run, round: int) -> None:
 
 def point(run: Run) -> int | None:
     found = resume_point(run)
-    return None if found is None else round_after(found)
+    return None if found is None else found.number
 
 
 def test_a_new_run_has_nowhere_to_go_on_from(run: Run) -> None:

@@ -12,7 +12,7 @@ from marin_rl.config import Config, differences, override, parse_config, pin_fil
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
 from marin_rl.storage.commits import committed_manifest, read_manifest
 from marin_rl.storage.layout import POLICY_SLOTS
-from marin_rl.storage.run_progress import optimizer_round
+from marin_rl.storage.run_progress import is_closed, optimizer_round
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
     Run,
@@ -49,12 +49,12 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     for number in needed:
         _check_whole(parent, number)
     # Before anything is written: a name that is taken by a failed fork cannot be used again.
-    closed = metrics_key(round - 1) if round else ""
-    if round and closed.rpartition("/")[2] not in parent.store.children("metrics"):
+    if round and not is_closed(parent, round - 1):
         # A fork cannot write metrics of a round that it shares.
         raise ObjectMissing(
-            f"{parent.store.url_of(closed)} is not committed: expected round {round - 1} to be "
-            f"closed before a fork from its checkpoint; continue run {parent.run_id!r} first"
+            f"{parent.store.url_of(metrics_key(round - 1))} is not committed: expected round "
+            f"{round - 1} to be closed before a fork from its checkpoint; continue run "
+            f"{parent.run_id!r} first"
         )
     ancestors = _chain(parent, round)
     own = open_store(config.root, config.storage_options).at(run_id)
