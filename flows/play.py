@@ -80,7 +80,7 @@ async def learn(
 
 
 class Results(Generic[Value]):
-    """Results by number, which one coroutine gives and others wait for."""
+    """Futures by number, which one coroutine sets and others await."""
 
     def __init__(self) -> None:
         self._futures: dict[int, asyncio.Future[Value]] = {}
@@ -91,7 +91,7 @@ class Results(Generic[Value]):
             self._future(number).set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """Give no more: all who wait for a result that is not there get the error."""
+        """Fail all results that are not there, now and later."""
         self._error = error
         for future in self._futures.values():
             if not future.done():
@@ -113,7 +113,7 @@ class Results(Generic[Value]):
 
 @contextmanager
 def reported(*results: Results[Any]) -> Iterator[None]:
-    """Give the error that ends the block to all who wait for these results."""
+    """Fail these results with the error that ends the block."""
     try:
         yield
     except BaseException as error:
@@ -166,7 +166,7 @@ class Trained:
 
 
 class Rounds(ABC):
-    """Rounds of a run after a checkpoint, and results that the coroutines which play them share."""
+    """Rounds of a run after a checkpoint, played by three coroutines that share results."""
 
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
         opened = open_run(run)
@@ -275,7 +275,7 @@ class Sampled:
 
 
 class InOrder(Rounds):
-    """Rounds that are sampled by the checkpoint that follows from their number."""
+    """Rounds whose number decides the checkpoint that samples them."""
 
     def __init__(self, run: RunRef, checkpoint: SlotRef) -> None:
         super().__init__(run, checkpoint)

@@ -356,7 +356,7 @@ def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
 
 
 def quieten() -> None:
-    """Reduce to one line what Prefect logs several times, or with a trace."""
+    """Reduce Prefect's repeated lines and traces to one line each."""
     for name in ("prefect.task_runs", "prefect.flow_runs"):
         logging.getLogger(name).addFilter(_terse)
 

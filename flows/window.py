@@ -154,7 +154,7 @@ class Window(Rounds):
                 return
 
     async def _wait(self) -> None:
-        """Wait for a chunk to end, or for a moment. Raises what a chunk failed by."""
+        """Wait for a chunk to end, or for POLL_S. Raises the error of a failed chunk."""
         began = time.monotonic()
         if self._chunks:
             await asyncio.wait(
@@ -217,5 +217,5 @@ class Window(Rounds):
 
 
 def _pause_s(looking_s: float) -> float:
-    """Seconds until the next look at the stream, of which the last one took `looking_s`."""
+    """Seconds until the next look at the stream; the last look took `looking_s`."""
     return max(POLL_S, looking_s / POLL_SHARE)

@@ -7,7 +7,6 @@ characters are replaced, and no markup is interpreted. Leaves out tokens (`pages
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from itertools import islice, takewhile
 from typing import Any
 
@@ -23,6 +22,7 @@ from marin_rl.rollouts.forest import TOKENS, segments_of
 from marin_rl.rounds import evaluations
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.runs import Run, committed, evals_slot, rollouts_slot, round_of, rounds_in
+from marin_rl.storage.tables.records import python_values
 from marin_rl.storage.tables.rollouts import iter_row_groups, iter_shards, rollouts_manifest
 
 COLUMNS = (
@@ -182,16 +182,8 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row(rows: pa.Table, place: int) -> dict[str, Any]:
-    """One row as Python values. Times are read as numbers: Arrow imports pandas for their zone."""
-    names = [field.name for field in rows.schema if pa.types.is_timestamp(field.type)]
-    row = rows.slice(place, 1).combine_chunks()
-    (values,) = row.drop_columns(names).to_pylist()
-    for name in names:
-        (since,) = row[name].chunk(0).view(pa.int64()).to_pylist()
-        # In UTC, as all times on disk are.
-        moment = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=since or 0)
-        values[name] = None if since is None else moment
-    return values
+    row = rows.slice(place, 1)
+    return {name: python_values(row[name])[0] for name in row.column_names}
 
 
 def _round(run: Run, chosen: int | None) -> int:

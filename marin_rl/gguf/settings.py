@@ -288,7 +288,7 @@ def _scaling(metadata: Metadata, rope: Rope, factors: np.ndarray | None) -> dict
 
 
 def _llama3(metadata: Metadata, rope: Rope, factors: np.ndarray) -> dict[str, Any]:
-    """The scaling of Llama 3.1 whose factors these are: the file has no other word of it."""
+    """Recover the parameters of Llama 3.1's scaling from its factors, all that the file has."""
     for length in (2**power for power in range(3, 21)):
         scaling = {
             "rope_type": "llama3",

@@ -181,7 +181,7 @@ def _read_pieces(metadata: Metadata, tokens: list[str], kinds: list[int]) -> tup
 
 
 def _add(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Have control tokens, and the user's own, read as they stand."""
+    """Add control tokens and the user's own, which are matched verbatim."""
     pairs = [*zip(tokens, kinds, strict=True)]
     control = [token for token, kind in pairs if kind == TokenType.CONTROL]
     own = [token for token, kind in pairs if kind == TokenType.USER_DEFINED and token.strip("▁")]

@@ -211,7 +211,7 @@ def _check_target(folder: Path, config: Mapping[str, Any], name: str) -> None:
 
 
 def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> Any:
-    """Return what a pattern gives a module, else the setting of all."""
+    """Setting of a module by the first pattern that matches it, else that of all modules."""
     for text, value in (config.get(pattern) or {}).items():
         plain = text.removeprefix("^").removesuffix("$").replace("\\.", ".")
         # Without `^` a pattern matches the end of a name, at a dot, as in PEFT.

@@ -218,7 +218,7 @@ class _Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A heartbeat that cannot be taken, and why."""
+    """Heartbeat that cannot be read, and the error."""
 
     name: str
     error: str

@@ -395,7 +395,6 @@ def _store_of(config: Config) -> ObjectStore:
 def with_ancestors(
     top: ObjectStore, own: ObjectStore, ancestors: Sequence[Ancestor]
 ) -> ObjectStore:
-    """The store of a run below `top`, with what its ancestors have."""
     if not ancestors:
         return own
     return ForkedStore(own, [(item.through_round, top.at(item.run_id)) for item in ancestors])

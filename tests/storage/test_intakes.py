@@ -44,7 +44,6 @@ def streamed(number: int, version: int, *, differs: bool = True) -> StreamedGrou
         number=number,
         sha256=f"{number:064x}",
         version=version,
-        version_max=version,
         rollouts=2,
         differs=differs,
     )

@@ -45,7 +45,7 @@ class BucketStore(FilesystemStore):
         # Sent once: the commit protocol decides on retries.
         assert len(data) < SINGLE_REQUEST_BYTES_MAX, f"{key} has {len(data)} bytes: cut it smaller"
         try:
-            self._fs_once.pipe_file(
+            self._filesystem(once=True).pipe_file(
                 self._path(key),
                 data,
                 mode="create",
@@ -78,7 +78,8 @@ class BucketStore(FilesystemStore):
 
     def _read_once(self, key: str) -> bytes:
         with self._explained(key):
-            return self._fs_once.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
+            fs = self._filesystem(once=True)
+            return fs.cat_file(self._path(key), timeout=READ_TIMEOUT_S)
 
     @property
     def _protocol(self) -> str:
@@ -86,12 +87,12 @@ class BucketStore(FilesystemStore):
 
     @property
     def _fs(self) -> Any:
-        # By process: connections that a fork inherits would be used by both.
-        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid())
+        return self._filesystem()
 
-    @property
-    def _fs_once(self) -> Any:
-        return _bucket_filesystem(self._protocol, _frozen(self.options), os.getpid(), once=True)
+    def _filesystem(self, *, once: bool = False) -> Any:
+        options = orjson.dumps(self.options, option=orjson.OPT_SORT_KEYS)
+        # By process: connections that a fork inherits would be used by both.
+        return _bucket_filesystem(self._protocol, options, os.getpid(), once=once)
 
     @property
     def _base(self) -> str:
@@ -135,10 +136,6 @@ def _bucket_filesystem(protocol: str, options: bytes, process: int, *, once: boo
         if method is not None:  # gcsfs wraps its own count around the method: take what is inside
             fs._request = method.__wrapped__.__get__(fs)
     return fs
-
-
-def _frozen(options: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(options, option=orjson.OPT_SORT_KEYS)
 
 
 def _timeout_s(n_bytes: int) -> float:

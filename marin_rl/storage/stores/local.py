@@ -125,7 +125,7 @@ class LocalStore(ObjectStore):
 
     @staticmethod
     def _seen(path: Path, outcome: PutOutcome = PutOutcome.EXISTS) -> PutOutcome:
-        """`outcome` once the name is durable; another's name too, for we are to build on it."""
+        """Return `outcome` once the name is durable, whichever process created it."""
         try:
             _sync_folder(path.parent)
         except OSError as error:

@@ -136,7 +136,7 @@ class GroupQueue:
         return None if data is None else decode_shard(data, source=self._run.store.url_of(key))
 
     def _collected(self, place: QueuePlace) -> dict[str, str] | None:
-        """The group that the shard of a place has there; None while that is not committed."""
+        """Stamp of the group that the committed shard has at a place; None without a shard."""
         key = layout.shard_key(place.round, place.shard)
         data = load_or_none(self._run.store, key)
         if data is None:

@@ -197,11 +197,15 @@ def groups_of(table: pa.Table) -> list[RolloutGroup]:
 def _values(name: str, column: pa.ChunkedArray) -> list[Any]:
     if name in TOKEN_COLUMNS:
         return [view for chunk in column.chunks for view in _views(chunk)]
-    if pa.types.is_timestamp(column.type):
-        # Arrow's own conversion looks the time zone up for every value, a third of all the time.
-        since = column.cast(pa.int64()).to_pylist()
-        return [_EPOCH + timedelta(microseconds=value) for value in since]
-    return column.to_pylist()
+    return python_values(column)
+
+
+def python_values(column: pa.ChunkedArray) -> list[Any]:
+    """As `to_pylist`, whose times look up their zone one by one, which imports pandas too."""
+    if not pa.types.is_timestamp(column.type):
+        return column.to_pylist()
+    since = column.cast(pa.int64()).to_pylist()
+    return [None if value is None else _EPOCH + timedelta(microseconds=value) for value in since]
 
 
 def _check_rollout(rollout: Rollout) -> None:

@@ -28,7 +28,7 @@ from schemas.migrations import ROLLOUTS as LADDER
 from schemas.tables import CONTENT_VERSION, ROLLOUTS
 
 CLAIM_FORMAT, CLAIM_VERSION = "marin-rl/claim", 1
-SCALARS = ("run_id", "group_id", "reward", "status", "policy_version_min", "policy_version_max")
+SCALARS = ("run_id", "group_id", "reward", "status", "policy_version_min")
 VALID = ("complete", "truncated")
 
 
@@ -43,14 +43,14 @@ class Claim:
     claimed_at: datetime
 
     def is_live(self, now: datetime, seconds: float) -> bool:
-        """True while others leave the chunk to the worker, by clocks that may differ."""
+        """True until the claim is `seconds` old, by clocks that may differ."""
         # Either way: a clock that runs ahead must not make a claim live for ever.
         return abs((now - self.claimed_at).total_seconds()) <= seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedGroup:
-    """A finished group of the stream: its number, oldest and newest policy, and rollouts.
+    """A finished group of the stream: its number, oldest policy, and number of rollouts.
 
     `sha256` is the digest of its object, and `pack` that object's name where it may have several
     groups. `differs` says that the rewards of its valid members are not all equal.
@@ -59,7 +59,6 @@ class StreamedGroup:
     number: int
     sha256: str
     version: int
-    version_max: int
     rollouts: int
     differs: bool
     pack: str = ""
@@ -129,7 +128,8 @@ class GroupStream:
         known = {key: self.objects[key] for key in listed if key in self.objects}
         new = [key for key in listed if key not in known]
         if new or len(known) < len(self.objects):
-            for key, data in zip(new, self._load(new), strict=True):
+            present = iter_present(self.run.store, new, PARTS_MAX)  # packs may be large as parts
+            for key, data in zip(new, present, strict=True):
                 if data is not None:
                     known[key] = self._decoded(key, data)
             self.objects = known
@@ -171,9 +171,6 @@ class GroupStream:
         self.claims[chunk] = claim_in(committed, source)
         return committed == sealed_json(ours)
 
-    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
-        return iter_present(self.run.store, keys, PARTS_MAX)  # a pack may be as large as a part
-
     def _decoded(self, key: str, data: pa.Buffer) -> tuple[StreamedGroup, ...]:
         """The groups of an object. Raises CommitConflict, CorruptObject, NewerSchema."""
         source = self.run.store.url_of(key)
@@ -197,7 +194,7 @@ class GroupStream:
         rows, groups = zip(*(columns[name] for name in SCALARS[1:]), strict=True), []
         # Rows of a group lie together: an object is written group by group.
         for group_id, members in groupby(rows, key=lambda row: row[0]):
-            _, rewards, statuses, oldest, newest = zip(*members, strict=True)
+            _, rewards, statuses, oldest = zip(*members, strict=True)
             both = zip(rewards, statuses, strict=True)
             valid = {reward for reward, status in both if status in VALID} - {None}
             groups.append(
@@ -205,7 +202,6 @@ class GroupStream:
                     number=number_in(key, group_id, source),
                     sha256=sha256,
                     version=min(oldest),
-                    version_max=max(newest),
                     rollouts=len(statuses),
                     # Equal rewards give no advantage: dynamic sampling counts groups that differ.
                     differs=len(valid) > 1,
@@ -215,7 +211,6 @@ class GroupStream:
         return tuple(groups)
 
     def _read_claims(self, keys: Iterable[str]) -> None:
-        """Read the latest claim of each chunk."""
         latest: dict[int, tuple[int, str]] = {}
         for key in keys:
             if (claim := layout.claim_of(key)) is not None:
@@ -227,7 +222,7 @@ class GroupStream:
             if c in self.claims and self.claims[c].number == number
         }
         new = [(c, key) for c, (_, key) in sorted(latest.items()) if c not in known]
-        data = self._load([key for _, key in new])
+        data = iter_present(self.run.store, [key for _, key in new])
         for (chunk, key), item in zip(new, data, strict=True):
             if item is not None:
                 known[chunk] = claim_in(item.to_pybytes(), self.run.store.url_of(key))

@@ -31,7 +31,7 @@ def array_parts(manifest: Manifest) -> list[Part]:
 def commit_tombstone(
     store: ObjectStore, manifest: Manifest, rule: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Say that the arrays of a committed checkpoint may be gone; the names that are said to be.
+    """Record that the arrays of a checkpoint may be deleted; names of the recorded parts.
 
     Raises what `commit_object` raises.
     """

@@ -279,7 +279,7 @@ def _states(dispositions: pl.DataFrame) -> Offences:
 def _places(
     consumed: pl.DataFrame, placed: list[tuple[str, int, int, int]], known: pl.DataFrame
 ) -> Offences:
-    """Differences between dispositions, which say where a rollout begins, and the batches."""
+    """Differences between the places in dispositions (a rollout's start) and in the batches."""
     several = known.filter(pl.col("segment_lengths").list.len() > 0)
     lengths = several.select("rollout_id", pl.col("segment_lengths").list.len()).rows()
     segments: dict[str, int] = dict(lengths)

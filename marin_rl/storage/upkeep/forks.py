@@ -82,7 +82,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
 
 
 def _before(parent: Run, round: int) -> set[int]:
-    """Checkpoints that are read to find the optimizer's state of one that leaves it out."""
+    """Earlier checkpoints that restore the optimizer's state of one that leaves it out."""
     manifest = committed_manifest(parent.store, checkpoint_slot(round))
     whole = optimizer_round(manifest)
     if whole is None:
@@ -160,7 +160,7 @@ def _chain(parent: Run, round: int) -> tuple[Ancestor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Part of another run that a run reads: up to a checkpoint (-1: nothing), and a named slot."""
+    """Part of a run that another reads: checkpoints up to one (-1: none), and a named slot."""
 
     through_round: int
     start: str | None
@@ -168,7 +168,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Parts of one run that the runs under the same root read, each by its name."""
+    """Reaches of other runs under the root into one run, by the name of the reader."""
 
     reaches: Mapping[str, Reach]
 

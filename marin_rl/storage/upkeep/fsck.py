@@ -56,9 +56,6 @@ from schemas.migrations import PAIRS as PAIRS_LADDER
 from schemas.strict_json import parse_json
 from schemas.tables import METRICS_IDENTITY
 
-# Requests mostly wait for the network, so their number does not follow the cores.
-REMOTE_WORKERS = 16
-
 Result = TypeVar("Result")
 Record = Mapping[str, Any]
 Outcome = tuple[int, Fault | None]  # bytes that were read, and what is wrong
@@ -111,8 +108,9 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     lines = read_lines(store, inventory)
     checks = _Checks(store, inventory, record, ancestors, lines)
     jobs = list(checks.jobs())
-    local = store.local_path(RUN_KEY) is not None
-    with ThreadPoolExecutor(workers or (os.cpu_count() or 1 if local else REMOTE_WORKERS)) as pool:
+    # Requests mostly wait for the network, so their number does not follow the cores.
+    usual = 16 if store.local_path(RUN_KEY) is None else os.cpu_count()
+    with ThreadPoolExecutor(workers or usual) as pool:
         # Every job to its end: one damaged file must not hide the next.
         results = [
             (0, result) if isinstance(result, Fault) else result

@@ -276,7 +276,7 @@ def _damaged(inventory: Inventory) -> set[str]:
 
 
 def _proven(run: Run, slots: set[str]) -> set[str]:
-    """Slots, of these uncommitted ones, that another run was made from, so that were committed."""
+    """Those of these slots that another run was made from: they were committed once."""
     forkable = {slot for slot in slots if slot.partition("/")[0] in POLICY_SLOTS}
     if not forkable:  # spares reading the run.json of every neighbour
         return forkable
@@ -284,7 +284,7 @@ def _proven(run: Run, slots: set[str]) -> set[str]:
 
 
 def _retired(run: Run, inventory: Inventory, rule: RetentionConfig) -> list[Garbage]:
-    """Arrays that the rule prunes, and the rest of what an earlier gc was deleting."""
+    """Arrays that the rule prunes, and those that an earlier gc left half deleted."""
     garbage: list[Garbage] = []
     best = _best(run, rule)[-1:]
     for slot in _checkpoints(inventory):
@@ -321,7 +321,7 @@ def _checkpoints(inventory: Inventory) -> list[Slot]:
 def _unpinned(
     run: Run, inventory: Inventory, garbage: list[Garbage], *, known: Mapping[str, Reach]
 ) -> list[Garbage]:
-    """Garbage without what the run's own objective or a fork still reads; see `borrowed_from`."""
+    """Garbage without arrays that the run's objective or a fork still reads (`borrowed_from`)."""
     if not any(item.reason == "retention" for item in garbage):
         return garbage
     # Looked up only where arrays would go: other garbage is read by no one.

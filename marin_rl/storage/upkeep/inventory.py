@@ -105,7 +105,7 @@ class Slot:
 
     @cached_property
     def gone(self) -> frozenset[str]:
-        """Parts that are not there, as its tombstone says."""
+        """Missing parts that its tombstone names."""
         return self.pruned - set(self.names)
 
     def key(self, name: str) -> str:
@@ -212,7 +212,7 @@ def take_inventory(store: ObjectStore) -> Inventory:
 
 
 def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str, Slot]) -> None:
-    """Add objects that have come into a slot, or under the key of metrics."""
+    """List a slot again, or look for metrics again, and add what is there."""
     if layout.metrics_round_of(place) is not None:
         with suppress(ObjectMissing, CorruptObject):  # a link in the folder's place: fsck names it
             store.size(place)
@@ -276,7 +276,7 @@ def scored_slot(key: str) -> str | None:
 def _evaluations(
     store: ObjectStore, keys: Iterable[str], slots: Mapping[str, Slot]
 ) -> dict[str, str]:
-    """Evaluations that were not seen committed, and that metrics tell of."""
+    """Evaluations that metrics prove and that were not seen committed, with the proof."""
     rounds = sorted(_closed_rounds(keys))
     unseen = [r for r in rounds if (s := slots.get(layout.evals_slot(r))) is None or not s.seen]
     buffers = load_readable(store, [layout.metrics_key(round) for round in unseen])

@@ -21,7 +21,7 @@ from marin_rl.storage.upkeep.inventory import Inventory
 
 
 def collected_keys(config: Config, inventory: Inventory) -> Iterator[str]:
-    """Groups of the stream that a sealed round has, and claims on groups that all are settled."""
+    """Keys of stream objects whose groups are all in sealed rounds, and of claims on them."""
     settled = Settled()
     for slot in inventory.of_kind("intakes"):
         if slot.manifest is not None and slot.number in inventory.sealed:
@@ -51,7 +51,7 @@ def _settled_keys(config: Config, keys: Iterable[str], settled: Settled) -> Iter
 
 
 def collected_now(run: Run) -> list[str]:
-    """The same keys by a listing of the stream alone, for a run that is being played."""
+    """As `collected_keys`, from a listing of the stream, for a run that is being played."""
     # The latest one may not be sealed yet.
     for round in reversed(rounds_in(run.folder, "intakes")[-2:]):
         # Both: until the round is sealed its groups are the only copy of them.
@@ -64,7 +64,7 @@ def collected_now(run: Run) -> list[str]:
 
 
 def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
-    """Groups that an intake names, that are not there, and that no sealed round has."""
+    """Missing groups that the intake of an unsealed round names."""
     sealed, there = inventory.sealed, set(inventory.keys)
     for slot in inventory.of_kind("intakes"):
         if slot.manifest is None or slot.number in sealed:
@@ -89,7 +89,7 @@ class Unfinished:
 
 
 def unfinished_groups(run: Run) -> Unfinished:
-    """Groups that a policy has begun and a later one will go on with: not generated yet."""
+    """Partial groups of the stream: begun by one policy, to be continued by a later one."""
     keys = run.store.list(layout.STREAM)
     # A part that a crash left behind its finished group is not under way any longer.
     finished, intake = {number for number, _ in _finished(run, keys)}, _latest_intake(run)

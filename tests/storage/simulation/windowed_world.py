@@ -152,7 +152,6 @@ class SmallStream(GroupStream):
                 number=int(name),
                 sha256=sha256_of(raw),
                 version=version,
-                version_max=version,
                 rollouts=2,
                 differs=True,
                 pack="" if number is not None else key.rpartition("/")[2],
