@@ -62,10 +62,7 @@ def resolve_config(
     overrides: list[str] | None = None,
     rounds: int | None = None,
 ) -> Config:
-    """The configuration that a flow's parameters stand for: a YAML file or the tree, overridden.
-
-    Raises ConfigError naming every wrong key.
-    """
+    """The configuration of a flow: a YAML file or the tree, overridden. Raises ConfigError."""
     named = {"run_id": run_id, "rounds": rounds}
     changes = [
         *(overrides or []),

@@ -77,10 +77,7 @@ class Window(Rounds):
                 await self._aim(None)
 
     async def _take_up_newest_policy(self) -> None:
-        """Serve the latest checkpoint, once what earlier ones sample is finished.
-
-        With `in_flight_updates` at once: what is under way goes on with it.
-        """
+        """Serve the latest checkpoint, once the chunks of earlier ones have ended."""
         version = self._latest.number
         if self._sampled_by is not None and version == self._sampled_by.weight_version:
             return
@@ -93,10 +90,7 @@ class Window(Rounds):
         self._sampled_by = policy
 
     async def _aim(self, policy: ServedPolicy | None) -> None:
-        """Tell nodes on other machines which policy to sample by; None has them end early.
-
-        Raises StorageError.
-        """
+        """Tell nodes on other machines which policy to sample by; None has them end early."""
         if self._config.flow.runner == "local":
             return
         checkpoint = self._latest if policy is None else policy.checkpoint

@@ -25,10 +25,7 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def canonical_json(value: Any) -> bytes:
-    """UTF-8 JSON with sorted keys and no spaces: equal values have equal bytes.
-
-    Raises ValueError on NaN and infinities, TypeError on what JSON cannot say.
-    """
+    """UTF-8 JSON, sorted, without spaces or NaN: equal values have equal bytes."""
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
@@ -45,11 +42,7 @@ def sealed_json(record: Mapping[str, Any]) -> bytes:
 
 
 def open_sealed_json(data: bytes, *, format: str, version: int) -> dict[str, Any]:
-    """The record inside `sealed_json`, without its digest.
-
-    Raises Malformed when this is not such a record, names another format, or does not match its
-    digest; NewerVersion when its version is above `version`.
-    """
+    """The record inside `sealed_json`. Raises Malformed, and NewerVersion above `version`."""
     return _opened(data, format, version)[0]
 
 

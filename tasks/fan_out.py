@@ -53,10 +53,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pooled:
-    """A stage's counterpart that has a work pool do the work of several calls.
-
-    `pack` makes its arguments of theirs.
-    """
+    """A stage's counterpart for a work pool; `pack` makes its arguments of several calls'."""
 
     task: Task[..., Any]
     pack: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
@@ -283,10 +280,7 @@ def _server_may_be_away(name: str) -> Iterator[None]:
 
 
 async def _ended(run_id: UUID, name: str, pending_s: float) -> FlowRun:
-    """The flow run once it has ended.
-
-    Raises WorkerLost where its worker never began it, or died before the run's first heartbeat.
-    """
+    """The flow run once it has ended. Raises WorkerLost where its worker is gone."""
     waits: Counter[StateType] = Counter()  # looks that saw it so
     async with get_client() as client:
         while True:

@@ -81,10 +81,7 @@ def sample_rollouts(
     worst_first: bool = False,
     where: RolloutFilter | None = None,
 ) -> list[dict[str, Any]]:
-    """Rollouts of one round (default: the newest) by reward, of those that `where` lets pass.
-
-    Raises ObjectMissing when the round has no committed rollouts, CorruptObject, NewerSchema.
-    """
+    """Rollouts of a round, default the newest sealed one, by reward, that `where` lets pass."""
     rows = pa.concat_tables(iter_shards(run, _round(run, round_number), COLUMNS))
     rewards = rows["reward"].to_pylist()  # `to_numpy` imports pandas
     sign = 1.0 if worst_first else -1.0
@@ -222,7 +219,7 @@ class BeforeAfter:
 def before_and_after(run: Run) -> BeforeAfter | None:
     """Up to SHOWN held-out examples, evenly spread; None before two evaluations.
 
-    Of episodes of several turns, DIALOGUES_SHOWN. Raises ObjectMissing, CorruptObject, NewerSchema.
+    Of episodes of several turns, DIALOGUES_SHOWN.
     """
     measured = evaluations(run)
     if len(measured) < 2:

@@ -164,11 +164,7 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
 
 
 def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts) -> str | None:
-    """The rows and updates of its round that a rollout influenced; the last update, if any.
-
-    Each update starts from the one before it. With several passes the steps before the first one
-    come after the last one, in the second pass.
-    """
+    """The rows and updates of its round that a rollout influenced; the last update, if any."""
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
     batches = committed_manifest(run.store, batches_slot(round))
@@ -182,6 +178,7 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
     rows.sort(key=lambda row: row["rollout_id"] != rollout_id)  # its own row is never left out
     graph.left_out, rows = max(len(rows) - ROLLOUTS_MAX, 0), rows[:ROLLOUTS_MAX]
     before: list[str] = []
+    # In the second pass the steps before the first one come after the last one.
     for step in [*range(first, steps), *(range(first) if passes > 1 else ())]:
         name = f"round {round}, step {step}"
         lines = []
@@ -213,10 +210,7 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
 
 
 def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
-    """A paragraph per node: its facts and its sources.
-
-    Without `rows`, batch rows and rollouts are counted where there are several.
-    """
+    """A paragraph per node; without `rows`, several batch rows or rollouts are counted instead."""
     kinds = Counter(node.kind for node in graph.nodes.values())
     counted = () if rows else tuple(kind for kind in COUNTED if kinds[kind] > 1)
     told = set[str]()
@@ -306,10 +300,7 @@ def _needed(graph: Lineage) -> list[Edge]:
 def _consumed(
     run: Run, batches: Manifest, step: int | None, row: int | None
 ) -> list[dict[str, Any]]:
-    """Dispositions of the rollouts that were trained on, by step, row and segment.
-
-    A rollout of several segments is in the row of each.
-    """
+    """Dispositions of trained rollouts by step, row and segment, in the row of each segment."""
     dispositions = dispositions_of(run, batches).to_pylist()
     consumed = [place for place in dispositions if place["disposition"] == "consumed"]
     if row is not None:

@@ -102,10 +102,7 @@ def answer_rows(
     *,
     unsafe: bool = False,
 ) -> Answer:
-    """Return DuckDB's answer to `query` as Python's values: sums of integers are integers.
-
-    Raises as `sql`.
-    """
+    """Return DuckDB's answer to `query` as Python's values: sums of integers are integers."""
     with _answering(root, run_id, query, storage_options, unsafe=unsafe) as answer:
         names = answer.columns
         # Of two columns of one name a frame renames the second.

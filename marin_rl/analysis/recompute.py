@@ -54,10 +54,7 @@ Step32 = Float32[np.ndarray, "1 R T"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
-
-    `url` names the checkpoint's slot in errors.
-    """
+    """Batch, scores and arrays of an optimizer step; `url` is the checkpoint's, for errors."""
 
     batch: TrainingBatch
     scores: StepScores
@@ -94,7 +91,7 @@ def token_metrics(
     """Metrics of a round's steps, reduced as the round reduces them.
 
     Besides metrics this has `scores/*`: numbers of tokens whose scores contradict the batches, 0 in
-    a true run. Raises ObjectMissing, CorruptObject, NewerSchema.
+    a true run.
     """
     config, coefficient = run.config, coefficient_of(run, round)
     steps = partial(_recorded_steps, run, batches, checkpoint)
@@ -140,10 +137,7 @@ def coefficient_of(run: Run, round: int) -> float | None:
 
 
 def _recorded_steps(run: Run, batches: Manifest, checkpoint: Manifest) -> Iterator[RecordedStep]:
-    """The steps of a round's first pass, in order.
-
-    Raises ObjectMissing where a batch has no scores, CorruptObject where they are of other tokens.
-    """
+    """The steps of a round's first pass with their scores. Raises ObjectMissing, CorruptObject."""
     recorded, url = iter_scores(run, checkpoint), run.store.url_of(checkpoint.slot)
     rollouts = run.config.rollouts.groups_per_round * run.config.rollouts.group_size
     rows_max = min(run.config.batching.sequences_per_step or rollouts, rollouts)
@@ -241,10 +235,7 @@ def _reported(
 
 
 def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config) -> dict[str, int]:
-    """Number of a step's tokens whose scores contradict its batch or follow from nothing, by kind.
-
-    `extra` is what the trainer adds to the rows, None where nothing.
-    """
+    """Numbers of tokens whose scores contradict the batch and the trainer's `extra`, by kind."""
     scores, mask, objective = step.scores, step.mask, config.objective
     names = tuple(name for row in step.batch.rollout_ids for name in row)
     if names != scores.rollout_ids or not np.array_equal(_counts(step), scores.counts):
@@ -295,10 +286,7 @@ def _ratios(step: RecordedStep, objective: ObjectiveConfig) -> Float32[np.ndarra
 
 
 def _impossible_norms(step: RecordedStep) -> Bool[np.ndarray, " N"]:
-    """Squared norms outside of (1 - p)^2 and twice that: the others' p sum to 1 - p.
-
-    All False where p(y) before the first update is not recorded.
-    """
+    """True for squared norms outside of (1 - p)^2 to 2 (1 - p)^2: the others' p sum to 1 - p."""
     corrected = step.scores.floats["old_logprobs"] is not None
     if not corrected and step.scores.step > 0:
         return np.zeros(len(step.scores.positions), bool)

@@ -77,7 +77,7 @@ class Followed:
     def rows(self, slots: dict[int, RoundProgress]) -> list[dict[str, Any]]:
         """Metrics of the rounds in `slots`, ascending; row r has the evaluation of checkpoint r.
 
-        The last row may hold an evaluation alone. Raises CorruptObject, NewerSchema.
+        The last row may hold an evaluation alone.
         """
         closed = [n for n, item in slots.items() if item.metrics and n not in self._metrics]
         if closed:
@@ -196,11 +196,7 @@ def _best(run: Run, trained: int) -> str | None:
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
-    """Servers that announce themselves next to a run, by address; none of them is asked anything.
-
-    `beat_ago_s` is by the clocks of this machine and of the server, which may differ. What cannot
-    be read has its `error` alone.
-    """
+    """Servers that announce themselves, by address; `beat_ago_s` compares two machines' clocks."""
     rows: list[dict[str, Any]] = []
     board = board_of(run.config.inference, run.folder)
     for beat in board.heartbeats():

@@ -41,10 +41,7 @@ CODE = ("environment", "evaluation")  # sections that name what extracts answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Verdict on a metric of a round: `expected` by the files, and `found` in the metrics row.
-
-    `problem` says what is wrong, `unchecked` why it was not compared; else they are empty.
-    """
+    """Verdict on a metric: its `problem`, or why it is `unchecked`; else they are empty."""
 
     round: int
     metric: str
@@ -107,8 +104,7 @@ def not_checked(findings: Sequence[Finding]) -> list[str]:
 def expected_metrics(run: Run, round: int, recorded: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a round, recomputed from its files, and the `scores/*` of `token_metrics`.
 
-    Its row tells seconds, and if it has an evaluation: one that came later is in no row. Raises
-    ObjectMissing, CorruptObject, NewerSchema.
+    Its row tells seconds, and if it has an evaluation: one that came later is in no row.
     """
     rollouts = committed_manifest(run.store, rollouts_slot(round))
     batches = committed_manifest(run.store, batches_slot(round))

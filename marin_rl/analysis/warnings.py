@@ -39,10 +39,7 @@ _ALL = {  # where the share is 100 %
 
 
 def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
-    """Warnings about the latest rounds, a sentence each; none for a run that goes well.
-
-    `run_id` stands in the commands that they name.
-    """
+    """Warnings about the latest rounds, a sentence each; `run_id` goes into their commands."""
     trained = [row for row in rows if row.get("reward") is not None]
     if not trained:
         return []
@@ -59,10 +56,7 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
 
 
 class NewWarnings:
-    """Warnings of a run in progress, by its events; a kind is announced once, when it appears.
-
-    Evaluations of few examples are one of them where the environment has `more_examples`.
-    """
+    """Warnings of a run in progress, by its events; a kind is announced once, when it appears."""
 
     def __init__(
         self, run_id: str, announce: Callable[[str], None], *, more_examples: bool = False

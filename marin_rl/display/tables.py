@@ -166,10 +166,7 @@ def _cell(value: Any) -> str:
 def empty_table(
     title: str, headings: Sequence[str], left: Sequence[str] = (), *, show_lines: bool = False
 ) -> Table:
-    """An empty table; columns that are not in `left` are aligned right, as numbers are.
-
-    It has no vertical lines, so that more columns fit, and wraps long cells.
-    """
+    """An empty table without vertical lines; columns that are not in `left` are aligned right."""
     table = Table(
         title=plain(title, TITLE),
         title_justify="left",

@@ -114,10 +114,7 @@ def pairs(config: Config, section: PairSection) -> str:
 
 
 def learned_pairs(config: Config, file: PairFile) -> None:
-    """Check that pairs without tokens are learned as they are written, and that all fit.
-
-    Raises InputError.
-    """
+    """Check that pairs without tokens are learned as they are written, and that all fit."""
     policy = policy_to_begin(config)
     if policy is None:
         return
@@ -137,10 +134,7 @@ def learned_pairs(config: Config, file: PairFile) -> None:
 
 
 def learned_rows(config: Config) -> str:
-    """Check that what a warm start learns from a row is what the row says.
-
-    Raises InputError that names the row.
-    """
+    """Check that a warm start learns from a row exactly what the row says."""
     policy = policy_to_begin(config)
     if policy is None:
         return AS_BEGUN
@@ -149,10 +143,7 @@ def learned_rows(config: Config) -> str:
 
 @lru_cache(maxsize=1)
 def _compared(settings: str) -> int:
-    """Compare the demonstrations of a configuration, given as JSON; return how many differ.
-
-    Cached, for two stages of the warm start ask. Raises InputError that names the row.
-    """
+    """Compare a warm start's demonstrations; their number. Cached, as two stages ask."""
     config = Config.model_validate_json(settings)
     tokenizer = tokenizer_for(config.policy)
     lengths = _lengths(tokenizer, _demonstrations(config), config.sft.train_on)
@@ -210,10 +201,7 @@ class Trial(NamedTuple):
 
 
 def trials(config: Config, count: int = TRIALS) -> list[Trial]:
-    """Render the first prompts, and score a right and a wrong answer of each as a run would.
-
-    Raises InputError where the reward function fails on one, or gives what is no reward.
-    """
+    """Render the first prompts, and score a right and a wrong answer of each as a run would."""
     examples = first_examples(config, count + 1)  # the last one only lends its answer
     answers = [environment_of(config).demonstration(example) for example in examples]
     result: list[Trial] = []
@@ -293,10 +281,7 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float | None]:
-    """Score completions in the worker that the run will use; None where no function applies.
-
-    Raises InputError for a fault, before the next call: a failed one may have taken all its time.
-    """
+    """Score completions in the run's worker, None where it abstains. Raises InputError."""
     part = part_for(environment_of(config), config.environment, example)
     scorer = scorer_for(part.environment, part.config)
     by_group = await_apart(scorer.scores_groups)

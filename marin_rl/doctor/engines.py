@@ -30,10 +30,7 @@ from marin_rl.training.tracing import trace_preference, trace_programs, trace_re
 
 
 def check_all(config: Config, flow: str) -> None:
-    """Run the stages of `flow`, except the stages that `before_engines` has just run.
-
-    Raises the error of the first that fails.
-    """
+    """Run the stages of `flow`, except the stages that `before_engines` has just run."""
     run_stages(config, flow, ENGINES if start.has_passed(config, flow) else STAGES)
 
 
@@ -46,10 +43,7 @@ def loss(config: Config) -> str:
 
 
 def accelerator(config: Config) -> str:
-    """Start JAX where a GPU may be; check that it is used, and that the run fits its memory.
-
-    Raises DeviceUnfit and OutOfMemory.
-    """
+    """Start JAX where a GPU may be; check that it is used, and that the run fits its memory."""
     if computes_on_host():
         return "none: computes on the CPU"
     share_one_heap()

@@ -52,10 +52,7 @@ PROMPTS_CHECKED_MAX = 64
 
 
 def policy_to_begin(config: Config) -> PolicyConfig | None:
-    """Return the policy as a new run records it; None once the run has begun.
-
-    Raises InputError.
-    """
+    """The policy as a new run records it; None once the run has begun. Raises InputError."""
     return None if recorded_config(config) else policy_as_begun(config.policy)
 
 
@@ -108,10 +105,7 @@ def tokenizer(config: Config) -> str:
 
 
 def chat_template(config: Config) -> str:
-    """Check the options of the chat template, that an answer has an end, and that dialogues go on.
-
-    Raises InputError.
-    """
+    """Check options of the chat template, that an answer has an end, and that dialogues go on."""
     policy = policy_to_begin(config)
     if policy is None:
         return AS_BEGUN
@@ -166,10 +160,7 @@ def prompts(config: Config) -> str:
 
 
 def _measured(config: Config) -> dict[str, Example]:
-    """Return the examples whose prompts are measured: a new run's rows, else a first round's.
-
-    By name, with the place of a row; rows in the order of their files.
-    """
+    """Examples whose prompts are measured, by name: a new run's rows, else a first round's."""
     count = min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
     few = {f"the prompt of {each.example_id}": each for each in first_examples(config, count)}
     with suppress(ObjectMissing):  # a run that has begun keeps its rows
@@ -185,10 +176,7 @@ def _measured(config: Config) -> dict[str, Example]:
 
 
 def tools(config: Config) -> str:
-    """Check that the policy's chat template carries the tools that episodes offer.
-
-    Also that no prompt to sample for calls tools, which its environment would not offer.
-    """
+    """Check that the chat template carries the offered tools, and that prompts call no others."""
     names: list[str] = []
     sampled = [*parts_of(environment_of(config), config.environment)]
     if config.evaluation.sets is not None:
@@ -232,10 +220,7 @@ def first_examples(config: Config, count: int) -> list[Example]:
 
 
 def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int]]:
-    """Return the prompts of examples as the model sees them, each with its number of tokens.
-
-    Raises InputError with the example, its roles and the reason where the template refuses one.
-    """
+    """Prompts of examples as the model sees them, and their lengths. Raises InputError."""
     tokenizer = tokenizer_for(config.policy)
     try:
         return rendered_prompts(tokenizer, [example.messages for example in examples])

@@ -27,10 +27,7 @@ EVERYBODY = ROUNDS | OF_PAIRS
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One check of a configuration, which returns a line of text or raises an error of our tree.
-
-    `used_by` are flows by their names, and the doctor.
-    """
+    """A check, which returns a line of text or raises, and the flows that use it."""
 
     name: str
     check: Callable[[Config], str]

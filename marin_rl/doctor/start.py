@@ -113,10 +113,7 @@ def _trained(run: Run) -> int:
 
 
 def finished(config: Config, flow: str) -> SlotRef | None:
-    """Return the checkpoint that `flow` ended with; None while it has work to do.
-
-    Writes nothing. Raises RunLocked if another process on this machine works on the run.
-    """
+    """The checkpoint that `flow` ended with; None while it has work to do. Raises RunLocked."""
     if (run := _begun(config)) is None:
         return None
     if (path := run.folder.local_path(LOCK_KEY)) is not None:

@@ -73,10 +73,7 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def read_tokenizer(metadata: Metadata) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """The tokenizer of a file, and the ids that end a completion.
-
-    Raises InputError for a kind or a pre-tokenizer that is not known, and for a file without one.
-    """
+    """The tokenizer of a file, and the ids that end a completion. Raises InputError."""
     tokens = metadata.list("tokenizer.ggml.tokens", str)
     kinds = metadata.list("tokenizer.ggml.token_type", int)
     if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
@@ -190,10 +187,7 @@ def _add(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
 
 
 def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> dict[str, Any]:
-    """Keys and values of a byte-level BPE tokenizer; the inverse of `read_tokenizer`.
-
-    Raises InputError for a tokenizer of another kind, or with a rule that is not in `RULES`.
-    """
+    """Keys and values of a byte-level BPE tokenizer; the inverse of `read_tokenizer`."""
     assert isinstance(tokenizer, PreTrainedTokenizerFast), "transformers' slow ones are no folder's"
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]

@@ -156,9 +156,7 @@ class RunPage:
         )
 
     def _phases(self, *, begun: bool) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Metrics of the checkpoints of phases of steps; those before rounds that have `begun`
-        are read once.
-        """
+        """Metrics of checkpoints of phases of steps; read once where rounds have `begun`."""
         config = self._run.config
         slots = {
             "sft": sft_slot if config.policy.init == "sft" else None,

@@ -114,10 +114,7 @@ def view_app(page: RunPage, run_id: str, host: str = "127.0.0.1") -> ASGIApp:
 def serve_view(
     page: RunPage, run_id: str, host: str, port: int, on_start: Callable[[str], None]
 ) -> None:
-    """Serve until interrupted; `on_start` is called with the URL.
-
-    Raises ConfigError for a host that is not loopback.
-    """
+    """Serve on loopback until interrupted; `on_start` gets the URL. Raises ConfigError."""
     if not is_loopback(host):
         raise ConfigError(
             f"view listens on this machine only, found --host {host}: leave it at 127.0.0.1 and "

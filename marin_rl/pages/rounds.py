@@ -117,10 +117,7 @@ class Pick(NamedTuple):
 
 
 def read_round(run: Run, round: int, amount: Amount, texts: TokenTexts) -> RoundPart:
-    """A sealed round; `amount.groups` 0 reads no tokens.
-
-    Raises ObjectMissing while the round is not sealed, CorruptObject, NewerSchema.
-    """
+    """A sealed round; `amount.groups` 0 reads no tokens."""
     manifest = rollouts_manifest(run, round)
     shards = {
         part.name: open_part(run.store, manifest.slot, part, LADDER) for part in manifest.parts
@@ -195,10 +192,7 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
 
 
 def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores | None]:
-    """Trainer's scores of the picked rollouts; None for one that was trained on in several pieces.
-
-    Positions of a piece are its own.
-    """
+    """Trainer's scores of the picked rollouts; None for one that was trained in several pieces."""
     scores: dict[str, Scores | None] = {}
     for trained in range(round, round + run.config.staleness_rounds_max + 1):
         here: dict[str, Scores | None] = {}
@@ -296,10 +290,7 @@ def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) 
 
 
 def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
-    """The ids of the shown members in their order, each with its place: best, worst or none.
-
-    Where all rewards are equal, none is best or worst.
-    """
+    """Ids of shown members in order, each with its place: best, worst or empty."""
     places: dict[str, str] = {}
     valid = [member for member in members if member.reward is not None]
     if valid:

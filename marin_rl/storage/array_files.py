@@ -53,10 +53,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def cut(box: Box, itemsize: int, bytes_max: int, axes: int | None = None) -> Iterator[Box]:
-    """Cut a box into ones of `bytes_max` bytes at most, in their order in memory.
-
-    Only the first `axes` axes are cut, of which an entry may be larger.
-    """
+    """Cut a box along its first `axes` axes into boxes of `bytes_max` bytes, in memory order."""
     size = math.prod(extents(box)) * itemsize
     axis = next((axis for axis, (start, end) in enumerate(box[:axes]) if end - start > 1), None)
     if size <= bytes_max or axis is None:
@@ -151,10 +148,7 @@ def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
 
 
 def shapes_of(tensors: Iterable[Tensor], source: str) -> dict[ArrayPath, tuple[str, list[int]]]:
-    """Dtype and shape of the arrays that tensors make up. Raises CorruptObject.
-
-    Raises it where one array has two dtypes or ranks, or is below another.
-    """
+    """Dtypes and shapes of the arrays that tensors make up. Raises CorruptObject."""
     shapes = dict[ArrayPath, tuple[str, list[int]]]()
     with _refused(source):
         for tensor in tensors:

@@ -135,10 +135,7 @@ class LocalStore(ObjectStore):
 
 
 def check_way(path: Path, key: str) -> None:
-    """Raise CorruptObject where a folder on the way to an object is a link.
-
-    `path` is the file of `key` in some store: folders above its first part are the user's own.
-    """
+    """Raise CorruptObject where a folder of the store on the way to an object is a link."""
     with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
         pass
 
@@ -180,10 +177,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = N
 
 
 def checked_file(path: Path, key: str) -> Path:
-    """Return the file of `key`, for a library that opens it by its name.
-
-    Raises CorruptObject unless it is a regular file that no link leads to; ObjectMissing.
-    """
+    """The file of `key`, for a library to open. Raises CorruptObject for links and pipes."""
     with explained(path):
         check_way(path, key)
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -308,10 +302,7 @@ _ADVICE = {
 
 
 def need_room(folder: Path, n_bytes: int) -> None:
-    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
-
-    A file system that does not tell its size passes.
-    """
+    """Raise the OSError of a full disk where `n_bytes` cannot fit; unknown sizes pass."""
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -319,11 +310,7 @@ def need_room(folder: Path, n_bytes: int) -> None:
 
 @contextmanager
 def explained(path: Path, n_bytes: int | None = None) -> Iterator[None]:
-    """Turn OSErrors about a local file into our errors.
-
-    `n_bytes` is what was to be written, None when reading. Raises ObjectMissing, StoreUnavailable
-    (network file systems) or StorageError.
-    """
+    """Turn OSErrors about a file into our errors; `n_bytes` was to be written, None: read."""
     try:
         yield
     except OSError as error:

@@ -38,10 +38,7 @@ DISTILLED = "distilled"  # of a manifest's extra: its batches have a teacher's l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """The rows of one optimizer step: `arrays` by column, each (B, T); names per row and segment.
-
-    `rollout_ids` and `environments` are Arrow lists of strings, one per row.
-    """
+    """Rows of an optimizer step: arrays (B, T) by column, and two lists of strings per row."""
 
     arrays: Mapping[str, np.ndarray]
     rollout_ids: pa.ListArray
@@ -109,10 +106,7 @@ def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Ta
 
 
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
-    """The round's optimizer steps, one in memory at a time; arrays are read-only views.
-
-    Raises ObjectMissing, CorruptObject, NewerSchema.
-    """
+    """The round's optimizer steps, one in memory at a time; arrays are read-only views."""
     manifest = manifest_of(run.store, ref)
     # By the manifest's total: the length of rows is part of their type.
     schema = schema_of(manifest, run.store.url_of(manifest.slot))
@@ -155,10 +149,7 @@ def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
-    """Dispositions of every rollout of the round, in the order of the rollouts.
-
-    Raises ObjectMissing while the batches are not committed, CorruptObject, NewerSchema.
-    """
+    """Dispositions of a round's rollouts, in their order; ObjectMissing before its batches."""
     return dispositions_of(run, committed_manifest(run.store, batches_slot(round)))
 
 

@@ -26,10 +26,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBL
 
 
 def open_parquet(buffer: pa.Buffer, **options: Any) -> pq.ParquetFile:
-    """Open a file that anyone may have written, with checksums of pages and limits of the footer.
-
-    Raises what pyarrow raises for bytes that are no Parquet.
-    """
+    """Open an untrusted file, with checksums of pages and limits of the footer, as pyarrow does."""
     return pq.ParquetFile(
         pa.BufferReader(buffer), page_checksum_verification=True, **FOOTER_LIMITS, **options
     )

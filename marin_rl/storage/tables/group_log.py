@@ -51,7 +51,6 @@ class GroupLog:
         """Groups of each chain in order, from where it is known; without chains that have none.
 
         Names are known, and no listing is trusted: a chain ends at the first object that is absent.
-        Raises CommitConflict, CorruptObject, NewerSchema, StoreUnavailable.
         """
         groups: dict[str, list[RolloutGroup]] = {}
         waiting = list(chains)
@@ -71,10 +70,7 @@ class GroupLog:
     def append(
         self, chain: str, groups: Sequence[RolloutGroup]
     ) -> tuple[Sequence[RolloutGroup], bool]:
-        """Commit groups as the next object; those that are committed there, and True if ours.
-
-        Raises CommitConflict, CommitUnknown, StorageError.
-        """
+        """Commit groups as the next object; those that are committed there, and True if ours."""
         key = self._next_key(chain)
         data, ours = commit_groups(
             self.run,

@@ -45,10 +45,7 @@ KEPT_MAX = 2  # intakes in memory: a round's own, and that of the round before
 
 
 class Entry(NamedTuple):
-    """A group that a round takes, or drops for a reason; `version` is its oldest policy.
-
-    `sha256` is the digest of its object, `pack` the object's name where it has several groups.
-    """
+    """A group that a round takes, or drops for a reason; `version` is its oldest policy."""
 
     number: int
     sha256: str
@@ -89,10 +86,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """A round's intake: groups in order, those that are dropped with a reason; and what is settled.
-
-    `waiting` is the number of finished groups that were seen and left for later rounds.
-    """
+    """Groups that a round takes or drops, in order; what is settled; groups left waiting."""
 
     round: int
     groups: tuple[Entry, ...]
@@ -153,10 +147,7 @@ def decide(
 
 
 def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
-    """The oldest groups until the round has its number of them; None where there are too few.
-
-    With dynamic sampling only those whose rewards differ count, up to `dynamic_sampling` batches.
-    """
+    """The oldest groups that make up a round, as dynamic sampling counts; None where too few."""
     wanted, most = config.rollouts.groups_per_round, len(fresh)
     if not config.samples_on:
         return fresh[:wanted] if len(fresh) >= wanted else None
@@ -310,10 +301,7 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
 
 
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
-    """Commit a shard of a round out of the groups that its intake names, taken or dropped.
-
-    Raises CorruptObject where a group is lost or is another than was seen, and as `commit_tables`.
-    """
+    """Commit a shard of a round out of the groups that its intake names, taken or dropped."""
     content = {"round": round, "shard": shard}
     decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
     existing = shard_ref(run, round, shard, decided)

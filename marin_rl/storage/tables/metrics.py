@@ -37,10 +37,7 @@ FLOAT = pa.float64()
 
 
 def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
-    """Commit a round's metrics, the first attempt's if there were several.
-
-    Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
-    """
+    """Commit a round's metrics; the first attempt's stay. Raises ValueError for undefined ones."""
     undefined = sorted(name for name in metrics if not is_defined(name))
     if undefined:
         raise ValueError(
@@ -74,8 +71,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
     """Metrics of committed rounds, ascending: run_id, round, and a float64 column per metric.
 
-    Only `rounds` where given, which spares the listing. A metric that a round lacks is null. Raises
-    CorruptObject, NewerSchema, ObjectMissing.
+    Only `rounds` where given, which spares the listing. A metric that a round lacks is null.
     """
     if rounds is None:
         rounds = rounds_in(run.store, "metrics")

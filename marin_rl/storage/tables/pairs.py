@@ -53,10 +53,7 @@ class PairFile:
     sha256: str
 
     def learned_as(self, *, labelled: bool) -> "PairFile":
-        """The rows as pairs, or as `labelled` answers, of which a pair is two.
-
-        Raises InputError for labelled answers in place of pairs, and for answers of one label.
-        """
+        """The rows as pairs, or as `labelled` answers, two a pair. Raises InputError."""
         if not labelled and self.pairs[0].label is not None:
             raise InputError(
                 f"{self.places[0]}: expected a pair, chosen and rejected, found an answer with a "
@@ -85,10 +82,7 @@ def _labelled_answers(pair: PreferencePair) -> Iterator[PreferencePair]:
 
 
 def read_pairs(path: str | Path, key: str = "reward_model.pairs") -> PairFile:
-    """Pairs of a JSONL or Parquet file, which the configuration names as `key`.
-
-    Raises InputError naming the row and the field.
-    """
+    """Pairs of the file that `key` names. Raises InputError naming the row and the field."""
     file = Path(path)
     try:
         data = file.read_bytes()
@@ -144,10 +138,7 @@ def commit_pairs(
     extra: Mapping[str, Any],
     parents: Sequence[Parent] = (),
 ) -> SlotRef:
-    """Commit the pairs that a run trains on; `parents` made their reference's log-probabilities.
-
-    Raises CommitConflict when the run has others.
-    """
+    """Commit the pairs that a run trains on; `parents` made their reference's log-probabilities."""
     attempt, slot = new_attempt(), pairs_slot()
     data = encode_pairs(pairs, {"attempt": attempt})
     part = put_part(run.store, slot, f"pairs-{attempt}.parquet", data, rows=len(pairs))

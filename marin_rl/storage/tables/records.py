@@ -143,10 +143,7 @@ def check_groups(groups: Sequence[RolloutGroup]) -> None:
 
 
 def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) -> pa.Table:
-    """Table with a row per rollout; `constants` are the columns with one value for all rows.
-
-    Raises InputError for what an environment gave and no file can hold.
-    """
+    """A row per rollout; `constants` are equal in all rows. Raises InputError for unfit text."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     shared = [  # rendered once a group
         {

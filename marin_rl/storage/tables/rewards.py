@@ -44,10 +44,7 @@ class RewardTable:
 def commit_rewards(
     run: Run, round: int, name: str, source: RewardSource, table: pa.Table
 ) -> RewardTable:
-    """Commit a table under the first version of `name` that is free, or is the same already.
-
-    Raises ConfigError for a name that is none, CommitUnknown, StorageError.
-    """
+    """Commit a table under the first free version of `name`, or find it. Raises ConfigError."""
     _check_name(name)
     stamp = {"attempt": new_attempt(), "fingerprint": _fingerprint(source), **asdict(source)}
     writer = TableWriter(LADDER, REWARDS, stamp)
@@ -66,10 +63,7 @@ def commit_rewards(
 def committed_rewards(
     run: Run, round: int, name: str, source: RewardSource
 ) -> tuple[RewardTable, pa.Table] | None:
-    """The table that `source` gave under `name` before, and its rows, or None.
-
-    Raises ConfigError for a name that is none, CorruptObject, NewerSchema.
-    """
+    """The table that `source` gave under `name`, and its rows, or None. Raises ConfigError."""
     _check_name(name)
     decided = _fingerprint(source)
     for item in _versions(run, round, name):
@@ -84,10 +78,7 @@ def committed_rewards(
 
 
 def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
-    """The rewards of the newest version of a table, or of `NAME-v0002`, by rollout id.
-
-    Raises ObjectMissing naming the tables there are, CorruptObject, NewerSchema.
-    """
+    """Rewards by rollout id, of a table's newest version or `NAME-v0002`."""
     there = _there(run, round)
     versions = [name] if name in there else _versions(run, round, name)
     if not versions:

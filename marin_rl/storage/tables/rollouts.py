@@ -79,11 +79,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The Parquet bytes of a shard: one row per rollout, groups adjacent in one row group.
-
-    `stamp` is what else the footer says. Raises ValueError naming the rollout whose arrays
-    disagree, InputError where metadata is not JSON.
-    """
+    """A shard's Parquet bytes, groups whole in a row group. Raises ValueError, InputError."""
     check_groups(groups)
     constants = {
         "run_id": run_id,
@@ -108,10 +104,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
 def decode_shard(
     data: bytes | pa.Buffer, columns: Sequence[str] | None = None, *, source: str = "rollout shard"
 ) -> pa.Table:
-    """The rows of a shard, upgraded to the newest schema; only `columns` where they are given.
-
-    Raises CorruptObject or NewerSchema naming `source`.
-    """
+    """The rows of a shard, upgraded to the newest schema; only `columns` where they are given."""
     return TableReader(data, source, LADDER).table(columns)
 
 
@@ -131,10 +124,7 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
     stamp: Mapping[str, str] | None = None,
     replica: str = "",
 ) -> tuple[bytes, bool]:
-    """Create groups at a key; the bytes that are committed there, and True if they are these.
-
-    `replica` names the process. Raises CommitConflict, CommitUnknown, StorageError, InputError.
-    """
+    """Create groups at a key; the bytes that are there then, and True if ours."""
     data = encode_shard(
         groups,
         run_id=run.run_id,
@@ -158,10 +148,7 @@ def commit_shard(
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> SlotRef:
-    """Commit a shard by one create; where another attempt was first, its shard is adopted.
-
-    Raises as `commit_groups` does.
-    """
+    """Commit a shard by one create; where another attempt was first, its shard is adopted."""
     key = shard_key(round, shard)
     data, ours = commit_groups(
         run,
@@ -180,10 +167,7 @@ def commit_shard(
 def commit_tables(
     run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
 ) -> SlotRef:
-    """Commit a shard out of the rows of its groups, a table each, as those of this shard.
-
-    Raises as `commit_shard` does.
-    """
+    """Commit a shard out of the rows of its groups, a table each, as those of this shard."""
     attempt = new_attempt()
     constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
@@ -267,19 +251,13 @@ def seal_round(
 
 
 def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
-    """The manifest of a round that has these shards so far; it is not committed.
-
-    Raises CorruptObject when a shard is not its reference.
-    """
+    """The manifest of a round that has these shards so far; it is not committed."""
     parts = [part for part, _ in _entries(run.store, sorted(shards, key=lambda ref: ref.slot))]
     return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
-    """The manifest that seals a round, being `ref` where that is given.
-
-    Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
-    """
+    """The manifest that seals a round. Raises CorruptObject when it is another than `ref`."""
     hint = "the rollouts of this round are not sealed"
     manifest = committed_manifest(run.store, rollouts_slot(round), hint)
     if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):
@@ -299,10 +277,7 @@ def iter_row_groups(
 
 
 def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The shards of a sealed round in order, verified against its manifest.
-
-    Raises ObjectMissing, CorruptObject or NewerSchema naming the file.
-    """
+    """The shards of a sealed round in order, verified against its manifest."""
     for reader in _readers(run, rollouts_manifest(run, round)):
         yield reader.table(columns)
 

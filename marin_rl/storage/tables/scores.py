@@ -47,10 +47,7 @@ class ScoredStep:
 
 
 class ScoresWriter:
-    """Streams the steps of a round into the score parts of a slot, from one thread.
-
-    `parts` waits for what is still being written; leaving the block without it writes no more.
-    """
+    """Streams a round's steps into score parts from a thread, which ends with the block."""
 
     def __init__(self, run: Run, round: int, attempt: str, eos_token_id: int | None) -> None:
         stamp = {"attempt": attempt, EOS_STAMP: str(eos_token_id)}
@@ -102,10 +99,7 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """Scores of a step, a row per segment, in the order of rows and segments.
-
-    Of version 1 where the step has no critic and no optimal token baseline.
-    """
+    """A row per segment, in the order of rows and segments; in the lowest version that fits."""
     schema = SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
     if scored.floats.get("squared_score_norms") is not None:
         schema = SCORES
@@ -148,10 +142,7 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """The scores of one optimizer step, flat: N tokens, the S segments' counts and places.
-
-    `floats` has an array (N) per column, or None where it is null; `eos_token_id` is the trainer's.
-    """
+    """Scores of a step, flat: N tokens, S segments; an array (N) per column of `floats`."""
 
     step: int
     rollout_ids: tuple[str, ...]
@@ -163,10 +154,7 @@ class StepScores:
 
 
 def iter_scores(run: Run, manifest: Manifest) -> Iterator[StepScores]:
-    """The scores that a checkpoint's manifest names, verified, a step at a time.
-
-    Raises ObjectMissing, CorruptObject, NewerSchema.
-    """
+    """The scores that a checkpoint's manifest names, verified, a step at a time."""
     for part in manifest.parts:
         if part.name.startswith(SCORES_PREFIX):
             reader = open_part(run.store, manifest.slot, part, LADDER)

@@ -31,10 +31,7 @@ def array_parts(manifest: Manifest) -> list[Part]:
 def commit_tombstone(
     store: ObjectStore, manifest: Manifest, rule: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Record that the arrays of a checkpoint may be deleted; names of the recorded parts.
-
-    Raises what `commit_object` raises.
-    """
+    """Record that the arrays of a checkpoint may be deleted; names of the recorded parts."""
     attempt = new_attempt()
     record = {
         "format": FORMAT,
@@ -61,11 +58,7 @@ def commit_tombstone(
 
 
 def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> frozenset[str]:
-    """Names of the parts that a tombstone says are gone; none without a tombstone.
-
-    `sha256` is that of the slot's manifest. Raises CorruptObject, also for a tombstone of another
-    manifest; NewerSchema.
-    """
+    """Parts that a tombstone, of the manifest `sha256`, says are gone. Raises CorruptObject."""
     key = f"{slot}/{PRUNED}"
     try:
         data = store.read(key)

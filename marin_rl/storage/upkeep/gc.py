@@ -106,7 +106,7 @@ def collect(
 
     `rule` is by default that of `rule_of`; the last two checkpoints always stay, for a round that
     was interrupted is played again from the one before the last. Where a neighbour cannot be read,
-    no checkpoint is given up. `now` is UTC. Raises StorageError, StoreUnavailable.
+    no checkpoint is given up. `now` is UTC.
     """
     # One moment for all ages: a long collection must not find files older as it goes on.
     rule, moment = rule or rule_of(run), now or datetime.now(UTC)
@@ -146,7 +146,7 @@ def retire(run: Run) -> None:
 
     Groups of a stream that a sealed round has are deleted too, so that listings stay short. Called
     after every round: it looks from the latest checkpoint down to one that was pruned before, never
-    at the whole run. Raises as `collect` does.
+    at the whole run.
     """
     if run.config.windowed:
         # Own folder alone: what a fork shares with its parent is the parent's to delete.

@@ -78,10 +78,7 @@ def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Groups of a stream that are kept unfinished, and the tokens that were sampled of them.
-
-    `begun_again` counts members whose recorded turns did not fit what the environment answered.
-    """
+    """Partial groups and their sampled tokens; `begun_again`: members whose turns no longer fit."""
 
     groups: int
     tokens: int
@@ -122,11 +119,7 @@ def _latest_intake(run: Run) -> Intake | None:
 
 
 def waiting_rollouts(run: Run) -> int:
-    """Rollouts that are finished and have no disposition yet.
-
-    They are groups of the stream that no sealed round has, and rounds that are sealed and have no
-    batches. Groups that cannot be read are left to `fsck`.
-    """
+    """Finished rollouts without a disposition: of the stream, and of rounds without batches."""
     settled, unsealed = Settled(), set[int]()
     if (intake := _latest_intake(run)) is not None:
         settled = intake.settled
