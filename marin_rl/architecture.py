@@ -16,6 +16,7 @@ from typing import Literal
 from marin_rl.models.spec import Spec
 
 Base = Literal["whole", "quantized"]
+Recomputed = bool | Literal["offload"]
 
 FLOAT32 = 4  # bytes
 # Tokens whose logits are computed at once on a CPU: `TOKENS_PER_CHUNK` of the trainer.
@@ -135,18 +136,20 @@ class Architecture:
         return 2 * self.layers * self.kv_heads * self.head_size * tokens * bytes_per_value
 
     def activation_bytes(
-        self, microbatch: Rows, bytes_per_value: int, *, recomputed: bool, shards: int = 1
+        self, microbatch: Rows, bytes_per_value: int, *, recomputed: Recomputed, shards: int = 1
     ) -> int:
         """Bytes that the backward pass of a microbatch keeps of all layers.
 
-        With gradient checkpointing (`recomputed`) the inputs of all layers, and the rest of one.
+        With gradient checkpointing (`recomputed`) the inputs of all layers, which "offload" keeps
+        in the host's memory, and the rest of one.
         `shards` divide heads and MLPs over devices.
         """
         inside = self._inside(shards)
         scores = 0 if microbatch.in_blocks else self.heads * microbatch.length // shards
         others = self.layers - 1  # the last layer's MLP is computed by chunks of tokens
         if recomputed:
-            values = others * self.hidden_size + inside + 2 * scores
+            inputs = 0 if recomputed == "offload" else others * self.hidden_size
+            values = inputs + inside + 2 * scores
         elif self.layers <= UNROLLED_LAYERS_MAX:
             # XLA sees all layers at once, and computes a fifth again where that is cheap.
             values = 0.8 * others * inside + 3 * self.layers * scores
@@ -164,7 +167,7 @@ class Architecture:
         microbatch: Rows,
         bytes_per_value: int,
         *,
-        recomputed: bool,
+        recomputed: Recomputed,
         base: Base | None = None,
         fsdp: int = 1,
         shards: int = 1,
@@ -182,7 +185,7 @@ class Architecture:
             layers = 0.0
         ends = 2 if layers and not recomputed else 1  # the same of the embedding
         chunks = 1 if recomputed or not (unrolled or base) else 2  # of logits and their gradients
-        logits = min(LOGITS_CHUNK, microbatch.tokens) * self.vocab_size
+        logits = min(LOGITS_CHUNK, microbatch.tokens) * self.vocab_size // shards
         copied = layers * self.layer_parameters + ends * self.vocab_size * self.hidden_size
         kept = self.activation_bytes(
             microbatch, bytes_per_value, recomputed=recomputed, shards=shards
@@ -190,7 +193,7 @@ class Architecture:
         of_copies = FLOAT32 if base is None else bytes_per_value
         # What is spread over fsdp is gathered: a layer, embedding and head, with their gradients.
         whole = self.layer_parameters / self.layers + self.vocab_size * self.hidden_size
-        gathered = 3 * whole * FLOAT32 / shards if fsdp > 1 else 0
+        gathered = 2.8 * whole * FLOAT32 / shards if fsdp > 1 else 0
         weights = copied * of_copies / (fsdp * shards) + gathered
         if microbatch.context > 1:  # keys and values of whole rows, and their gradients
             of_rows = self.kv_heads * self.head_size * microbatch.rows * microbatch.length

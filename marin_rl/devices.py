@@ -56,8 +56,8 @@ def start_devices(dtype: DTypeLike) -> list[Any]:
         devices = jax.devices()
         if devices[0].platform == "gpu":  # cuDNN and the driver meet in the first program
             jax.block_until_ready(jax.numpy.zeros(1) + 1)
-    except RuntimeError as error:
-        raise DeviceUnfit(explained(str(error))) from error
+    except (RuntimeError, AssertionError) as error:  # of a platform without plugin, without words
+        raise DeviceUnfit(explained(str(error) or "JAX has no plugin for it")) from error
     if devices[0].platform == "cpu" and not computes_on_host() and _has_plugin():
         raise DeviceUnfit(explained("", fell_back=True))
     check_dtype(devices[0], dtype)

@@ -19,9 +19,15 @@ from marin_rl.errors import InputError
 from marin_rl.lora.adapter import linear_shapes
 from marin_rl.lora.peft import configured_modules
 from marin_rl.lora.quantization import quantized_bytes
-from marin_rl.machine import LANE_WEIGHTS_BYTES_MAX, STEP_LANES, computes_on_host
+from marin_rl.machine import (
+    LANE_WEIGHTS_BYTES_MAX,
+    STEP_LANES,
+    computes_on_host,
+    started_device,
+)
 from marin_rl.models.families import described, described_model
 from marin_rl.plain_files import read_object
+from marin_rl.processes import process_number
 from marin_rl.types import PairSection
 
 ROLLOUT_BYTES_PER_TOKEN = 4.4
@@ -74,16 +80,21 @@ class Devices:
 
     def shared_by(self, config: Config) -> Config:
         """The configuration with sizes of its mesh in place of -1. Raises InputError."""
-        sizes = config.mesh.model_dump()
-        fixed = math.prod(size for size in sizes.values() if size > 0)
-        rest = self.count // fixed if -1 in sizes.values() else 1
-        if fixed * rest != self.count:
+        filled = _filled(config, self.count)
+        if (taken := math.prod(filled.mesh.model_dump().values())) != self.count:
             raise InputError(
-                f"mesh {config.mesh.model_dump()} takes {fixed * max(rest, 1)} devices, and --on "
-                f"has {self.count}: set mesh.fsdp or mesh.data to -1, which takes all"
+                f"mesh {config.mesh.model_dump()} takes {taken} devices, and --on has "
+                f"{self.count}: set mesh.fsdp or mesh.data to -1, which takes all"
             )
-        given = {axis: rest if size < 0 else size for axis, size in sizes.items()}
-        return config.model_copy(update={"mesh": config.mesh.model_copy(update=given)})
+        return filled
+
+
+def _filled(config: Config, count: int) -> Config:
+    """The configuration with sizes of its mesh in place of -1, on so many devices."""
+    sizes = config.mesh.model_dump()
+    rest = max(count // math.prod(size for size in sizes.values() if size > 0), 1)
+    given = {axis: rest if size < 0 else size for axis, size in sizes.items()}
+    return config.model_copy(update={"mesh": config.mesh.model_copy(update=given)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +182,10 @@ def within_memory(config: Config) -> Config:
 def plan(config: Config, devices: Devices | None = None) -> Plan:
     """Multiply a configuration out, for this machine's devices or others. Raises InputError."""
     on_host = devices is None and computes_on_host()
-    config = config if devices is None else devices.shared_by(config)
+    if devices is not None:
+        config = devices.shared_by(config)
+    elif not on_host and (device := started_device()) is not None:
+        config = _filled(config, device.client.device_count())
     architecture = architecture_of(config)
     size = config.rounds * config.rollouts.group_size
     rollouts_max = size * config.examples_per_round
@@ -214,7 +228,7 @@ def _of_model(config: Config, architecture: Architecture, *, on_host: bool) -> d
         **_of_checkpoints(config, memory, base),
     }
     sampling = merged = 0
-    processes = (config.distributed and config.distributed.processes) or 1
+    processes = (config.distributed and config.distributed.processes) or process_number()[1]
     if not config.inference.endpoints:
         # Each process has an engine, whose slots are spread over its own devices.
         spread = max(memory.devices // processes, 1)

@@ -98,7 +98,7 @@ class Processes:
             self._store.key_value_delete(f"{CALL}/{self._calls - 1}")
         self._calls, self._said = self._calls + 1, 0
         self.post(self._key("begin"), {"method": method, "arguments": [*map(_plain, arguments)]})
-        pending = _begun(work)
+        pending = begun(work)
         while not _done(pending, POLL_S):
             if failed := self._failed():
                 if _done(pending, SETTLE_S):
@@ -180,7 +180,7 @@ class Processes:
                 call = self._awaited(lambda: self.read(self._key("begin"), POLL_S))
                 arguments = [*map(_filled, call["arguments"])]
                 # In a thread: one that waits for the devices of a dead process waits for ever.
-                pending = _begun(partial(perform, call["method"], arguments))
+                pending = begun(partial(perform, call["method"], arguments))
                 self._awaited(lambda pending=pending: _done(pending, POLL_S) or None)
                 if (error := pending.exception()) is None:
                     self.post(self._key("done", self.number), True)
@@ -282,7 +282,7 @@ def all_to_first(value: Any) -> list[Any]:
     return [value] if _joined is None else _joined.all_to_first(value)
 
 
-def _begun(work: Callable[[], T]) -> "Future[T]":
+def begun(work: Callable[[], T]) -> "Future[T]":
     """Start work in a thread of its own, which no end of this process waits for."""
     outcome: Future[T] = Future()
 

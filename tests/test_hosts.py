@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from support.cases import printed_seed
 from flows.server import free_port
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES
 from marin_rl.storage.commits import manifest_of
-from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed
+from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, committed, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.tokenizers import tokenizer_for
@@ -143,12 +144,16 @@ def one_by_four(launch: Launch, environment: Any, tmp_path_factory: pytest.TempP
 def test_processes_train_what_one_process_trains_on_the_same_mesh(
     two_by_two: Run, one_by_four: Run, launch: Launch, environment: Any, tmp_path: Path
 ):
-    assert launch(4, 1, tmp_path / "four").returncode == 0
-    four_by_one = checked(tmp_path / "four", environment)
+    runs = list[Run]()
+    for count in (1, 4, 4):
+        root = tmp_path / f"{len(runs)}"
+        assert launch(count, 8 // count, root).returncode == 0
+        runs.append(checked(root, environment))
     expected = first_batches(one_by_four)
     assert np.std(np.concatenate([batch.advantages.ravel() for batch in expected])) > 0.05
-    for run, count in ((one_by_four, 1), (two_by_two, 2), (four_by_one, 4)):
-        assert facts(run) == {"mesh": "fsdp 4", "processes": f"{count}"}
+    assert digests(runs[-1]) == digests(runs[-2])
+    for run, count in zip([one_by_four, two_by_two, *runs], (1, 2, 1, 4, 4), strict=True):
+        assert facts(run) == {"mesh": f"fsdp {8 if run in runs else 4}", "processes": f"{count}"}
         for batch, other in zip(expected, first_batches(run), strict=True):
             for name in ("token_ids", "loss_mask", "advantages"):
                 np.testing.assert_array_equal(getattr(batch, name), getattr(other, name))
@@ -266,13 +271,19 @@ def children(parent: "subprocess.Popen[Any]") -> list[int]:
     return [*map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())]
 
 
+# Files and folders after whose appearance a process is killed, in the order of a run; None: soon
+# after the start. A folder of a checkpoint is there once its first file is being written.
+MOMENTS = (
+    None, None, checkpoint_slot(0), f"{checkpoint_slot(0)}/manifest.json",
+    f"{rollouts_slot(0)}/shard-0000.parquet", f"{batches_slot(0)}/manifest.json",
+    checkpoint_slot(1), f"{checkpoint_slot(1)}/manifest.json", f"{batches_slot(1)}/manifest.json",
+    checkpoint_slot(2),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(
-    "moment", ["start", "sampling", "update", "later update", "save", "later save"]
-)
 def test_a_killed_process_ends_all_and_the_same_command_goes_on(
     victim: int,
-    moment: str,
     two_by_two: Run,
     config: Path,
     launch: Launch,
@@ -280,30 +291,22 @@ def test_a_killed_process_ends_all_and_the_same_command_goes_on(
     tmp_path: Path,
 ):
     rng, said = random.Random(printed_seed()), tmp_path / "said"
-    keys = {
-        "sampling": f"{checkpoint_slot(0)}/manifest.json",
-        "update": f"{batches_slot(0)}/manifest.json",
-        "later update": f"{batches_slot(1)}/manifest.json",
-        # The folder: its first file is being written.
-        "save": checkpoint_slot(1),
-        "later save": checkpoint_slot(2),
-    }
-    longest = {"start": 4.0, "save": 0.03, "later save": 0.03}.get(moment, 0.2)
-    with said.open("w") as output:
-        command = launched(2, 2, "run", str(config), "--root", str(tmp_path))
-        parent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        awaited = tmp_path / "hosts" / keys.get(moment, "")
-        while moment in keys and not awaited.exists():
-            assert parent.poll() is None, said.read_text()
-            time.sleep(0.001)
-        while len(alive := children(parent)) < 2:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, longest))
-        assert parent.poll() is None, "the run ended before it was disturbed"
-        os.kill(alive[victim], signal.SIGKILL)
-        assert parent.wait(END_S) == 128 + signal.SIGKILL
-    assert f"process {victim} of 2 was killed by SIGKILL" in said.read_text()
-    assert not any(Path(f"/proc/{child}").exists() for child in alive)
+    for moment in MOMENTS:
+        longest = 10.0 if moment is None else 0.03 if moment.count("/") == 1 else 0.2
+        with said.open("w") as output:
+            command = launched(2, 2, "run", str(config), "--root", str(tmp_path))
+            parent = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            while moment is not None and not (tmp_path / "hosts" / moment).exists():
+                assert parent.poll() is None, said.read_text()
+                time.sleep(0.001)
+            while len(alive := children(parent)) < 2:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, longest))
+            assert parent.poll() is None, f"the run ended before it was disturbed at {moment}"
+            os.kill(alive[victim], signal.SIGKILL)
+            assert parent.wait(END_S) == 128 + signal.SIGKILL
+        assert f"process {victim} of 2 was killed by SIGKILL" in said.read_text()
+        assert not any(Path(f"/proc/{child}").exists() for child in alive)
     done = launch(2, 2, tmp_path)
     assert done.returncode == 0, done.stderr
     assert digests(checked(tmp_path, environment)) == digests(two_by_two)
@@ -328,53 +331,123 @@ def test_a_signal_ends_all_as_it_ends_one(
 
 
 def by_hand(
-    config: Path, environment: Mapping[str, str], words: Sequence[Sequence[str]]
+    config: Path, environment: Mapping[str, str], root: Path, second: Mapping[str, Any]
 ) -> list[tuple[int, str]]:
-    """Exit code and output of each process, started one by one with options of its own."""
+    """Exit code and output of two processes, started one by one; `second` says what 1 differs in.
+
+    That is `words` of its command, `environment`, or `Popen`'s `cwd` or `preexec_fn`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{probe.getsockname()[1]}"
-    shared = {**environment, COORDINATOR: place, PROCESSES: f"{len(words)}"}
-    started = [
-        subprocess.Popen(
-            [*COMMAND, "run", str(config), *own],
-            env={**shared, PROCESS_ID: f"{number}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number, own in enumerate(words)
-    ]
-    said = [process.communicate(timeout=120)[0] for process in started]
+    started = list[subprocess.Popen[str]]()
+    for number, own in enumerate((dict[str, Any](), dict(second))):
+        words = [*COMMAND, "run", str(config), "--root", str(root), *own.pop("words", ())]
+        of_all = {COORDINATOR: place, PROCESSES: "2", PROCESS_ID: f"{number}"}
+        variables = {**environment, **of_all, **own.pop("environment", {})}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        own = {"cwd": config.parent, **own}
+        started.append(subprocess.Popen(words, env=variables, text=True, **pipes, **own))
+    said = [process.communicate(timeout=300)[0] for process in started]
     return [(p.returncode, " ".join(text.split())) for p, text in zip(started, said, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        (
-            ("--set", "sampling.temperature=0.7"),
-            "process 1 is not like process 0: it has sampling.temperature 0.7, expected 1.0",
-        ),
-        (("--root", "/proc/nowhere"), "process 1: RootUnfit: /proc/nowhere cannot hold runs"),
-    ],
-)
+def changed_copy(folder: Path) -> Path:
+    """A folder with this package, with a line more, and a later version of a library."""
+    package = Path(__file__).parents[1]
+    for name in ("marin_rl", "schemas", "flows", "tasks"):
+        shutil.copytree(package / name, folder / name)
+    with (folder / "marin_rl/errors.py").open("a") as file:
+        file.write("# changed\n")
+    (folder / "gcsfs-3000.1.dist-info").mkdir()
+    (folder / "gcsfs-3000.1.dist-info/METADATA").write_text("Name: gcsfs\nVersion: 3000.1\n")
+    return folder
+
+
+# By what process 1 differs in: see `by_hand`; and words of the error.
+OTHERS: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
+    "configuration": (
+        {"words": ("--set", "sampling.temperature=0.7")},
+        ["process 1 is not like process 0: it has sampling.temperature 0.7, expected 1.0"],
+    ),
+    "root": (
+        {"words": ("--root", "/proc/nowhere")},
+        ["process 1: RootUnfit: /proc/nowhere cannot hold runs"],
+    ),
+    "number of devices": (
+        {"environment": {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}},
+        ["process 1 is not like process 0: it has devices '3 x cpu', expected '2 x cpu'"],
+    ),
+    "no device": (
+        {"environment": {"JAX_PLATFORMS": "cuda"}},
+        ["process 1: DeviceUnfit: JAX could not start the GPU of this machine"],
+    ),
+    "code": (
+        {},
+        ["process 1 is not like process 0: it has code", "library gcsfs '3000.1', expected"],
+    ),
+    "data": ({}, ["process 1 is not like process 0: it has content of environment.options.path"]),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
 def test_a_process_that_differs_is_named(
-    own: Sequence[str], expected: str, config: Path, environment: Any, tmp_path: Path
+    which: str, config: Path, environment: Any, tmp_path: Path
 ):
-    root = ("--root", str(tmp_path / "runs"))
-    (code, said), other = by_hand(config, environment, [root, [*root, *own]])
-    assert expected in said
+    second, expected = OTHERS[which]
+    if which == "code":
+        second = {"environment": {"PYTHONPATH": str(changed_copy(tmp_path))}}
+    if which == "data":
+        text = config.read_text().replace("prompts.jsonl", "/proc/self/cwd/prompts.jsonl")
+        config = config.with_name("data.yaml")
+        config.write_text(text)
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "another"}\n{"prompt": "one"}\n')
+        second = {"cwd": tmp_path}
+    (code, said), other = by_hand(config, environment, tmp_path / "runs", second)
+    assert not [words for words in expected if words not in said], said
     assert (code, other) == (2, (2, ""))
     assert not list((tmp_path / "runs").glob("hosts/*"))
 
 
-@pytest.mark.parametrize("mesh", ["mesh.fsdp=3", "mesh.fsdp=2"])
-def test_a_mesh_takes_all_devices_of_all_processes(mesh: str, launch: Launch, tmp_path: Path):
-    done = launch(2, 2, tmp_path, "--set", mesh)
+def test_a_process_that_cannot_write_is_named_and_the_same_command_goes_on(
+    two_by_two: Run, launch: Launch, config: Path, environment: Any, tmp_path: Path
+):
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    own = {"preexec_fn": limited, "environment": {"MARIN_RL_COMPILATION_CACHE": ""}}
+    two = {**environment, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    (code, said), (other, quiet) = by_hand(config, two, tmp_path, own)
+    assert (code, other) == (1, 1)
+    assert "ProcessLost: process 1: StorageError: cannot write" in said
+    assert "arrays-00001-00000.safetensors: the file would be larger than" in said
+    assert "Error" not in quiet
+    assert launch(2, 2, tmp_path).returncode == 0
+    assert digests(checked(tmp_path, environment)) == digests(two_by_two)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["mesh.fsdp=3"], "does not fit 4 devices of 2 process(es): make their product equal"),
+        (["mesh.fsdp=2"], "does not fit 4 devices of 2 process(es): make their product equal"),
+        (
+            ["mesh.tensor=2", "policy.model.kv_heads=1"],
+            "mesh.tensor is 2, but axis kv_head of transformer/layers/stacked/self_attn/k_proj/",
+        ),
+        (
+            [f"policy.model.{size}" for size in ("hidden_size=30", "heads=3", "kv_heads=3")],
+            "mesh.fsdp is 4, but axis embed of",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(
+    settings: Sequence[str], expected: str, launch: Launch, tmp_path: Path
+):
+    done = launch(2, 2, tmp_path, *(f"--set={setting}" for setting in settings))
     assert done.returncode == 2
-    expected = "does not fit 4 devices of 2 process(es): make their product equal"
     assert expected in " ".join(done.stderr.split())
+    assert "[1] ConfigError" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -464,12 +537,21 @@ def test_a_coordinator_that_nobody_can_reach(config: Path, environment: Any, tmp
         assert "within 3 s (distributed.timeout_s)" in said
 
 
-def test_only_commands_that_train_are_launched(environment: Any):
+def test_the_doctor_examines_every_process(config: Path, environment: Any, tmp_path: Path):
+    words = ["doctor", str(config), "--root", str(tmp_path)]
+    done = subprocess.run(
+        launched(2, 2, *words), env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 x cpu" in done.stdout
+
+
+def test_only_commands_of_all_processes_are_launched(environment: Any):
     done = subprocess.run(
         launched(2, 1, "status", "hosts"), env=environment, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "expected one of the commands run, sft, reward-model, preference" in " ".join(
+    assert "expected one of the commands run, sft, reward-model, preference, doctor" in " ".join(
         done.stderr.split()
     )

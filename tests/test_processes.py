@@ -1,14 +1,13 @@
 """Calls of several processes by a real coordinator's store, each process a thread of this one."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from jax._src.lib import _jax
+from support.processes import joined_processes
 
 from marin_rl import processes
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES, several
@@ -32,19 +31,8 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def group() -> Iterator[list[Processes]]:
     """Two processes that have joined."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(place, 2, shutdown_timeout=5)
-    clients = [
-        _jax.get_distributed_runtime_client(place, n, init_timeout=30, shutdown_timeout=5)
-        for n in range(2)
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda client: client.connect(), clients))
-        yield [Processes(client, n, 2) for n, client in enumerate(clients)]
-        list(pool.map(lambda client: client.shutdown(), clients))
-    service.shutdown()
+    with joined_processes() as processes:
+        yield processes
 
 
 @contextmanager

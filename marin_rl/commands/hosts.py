@@ -5,12 +5,14 @@ the calls of process 0 until that one ends. What processes say to one another me
 `marin_rl.processes`; `launch` starts several on one machine.
 """
 
+import hashlib
 import os
 import secrets
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +23,19 @@ import typer
 
 from marin_rl.commands.options import err, report
 from marin_rl.config import Config, DistributedConfig
+from marin_rl.config.files import paths_in
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
 from marin_rl.machine import LOOPBACK, computes_on_host, share_one_heap
-from marin_rl.processes import Processes, join, own_address
+from marin_rl.processes import POLL_S, Processes, begun, join, own_address
 
 COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
 PROCESS_ID = "MARIN_RL_PROCESS_ID"
 
 # A peer that is silent for so long is dead; without a reason to hurry, processes leave together.
 HEARTBEAT_S, SHUTDOWN_S = 30, 10
+LEFT_S = 1  # from what others say last to their end, before which JAX would abort them aloud
 NAMED_MAX = 5  # differences between two processes that an error names
+COMPARED_BYTES = 2**24  # of each file that a configuration names
 
 
 @contextmanager
@@ -46,18 +51,21 @@ def on_all_processes(config: Config) -> Iterator[None]:
         return
     processes = _joined(settings)
     _share_key(processes, config, settings.timeout_s)
+    # In a thread: devices of all start together, and one of another process may be missing.
+    begun(lambda: processes.post(f"facts/{processes.number}", _facts(config)))
     if processes.number:
-        _follow(processes, config)
+        _follow(processes)
     for sign in (signal.SIGINT, signal.SIGTERM):
         # Prefect raises it again where it met a flow's own code, and the others are to hear of it.
         signal.signal(sign, signal.default_int_handler)
     try:
-        _check_alike(processes, config, settings.timeout_s)
+        _check_alike(processes, settings.timeout_s)
         _refuse(config)
         yield
     except BaseException as error:  # noqa: BLE001 - a thread may wait for a dead process's devices
         code = _code_of(error)
         processes.end(code)
+        time.sleep(LEFT_S)
         _leave(code)
     if processes.end(0):
         import jax
@@ -131,7 +139,6 @@ def _joined(settings: DistributedConfig) -> Processes:
             # JAX's own is all addresses of the host.
             coordinator_bind_address=place if place and place.startswith(LOOPBACK) else None,
         )
-        jax.devices()  # all processes tell one another theirs
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot join the others ({error}): give distributed.coordinator, .processes "
@@ -142,7 +149,7 @@ def _joined(settings: DistributedConfig) -> Processes:
     state = distributed.global_state
     assert state.client is not None, "it has joined"
     address = _address_towards(place or str(state.coordinator_address))
-    join(processes := Processes(state.client, jax.process_index(), jax.process_count(), address))
+    join(processes := Processes(state.client, state.process_id, state.num_processes, address))
     return processes
 
 
@@ -201,7 +208,7 @@ def _give_up(came: threading.Event, timeout_s: float, text: str) -> None:
         _leave(report(ConfigError(text)))
 
 
-def _follow(processes: Processes, config: Config) -> NoReturn:
+def _follow(processes: Processes) -> NoReturn:
     """Make the calls of process 0, and end as it does."""
     import jax
 
@@ -210,7 +217,6 @@ def _follow(processes: Processes, config: Config) -> NoReturn:
     code = 1
     try:
         processes.leave_signals_to_first()
-        processes.post(f"facts/{processes.number}", _facts(config))
         code = processes.follow(perform)
         if code == 0:
             jax.distributed.shutdown()
@@ -223,14 +229,21 @@ def _facts(config: Config) -> Mapping[str, Any]:
     """Facts that all processes have in common, by name, or an `error` of this one."""
     import jax
 
-    from marin_rl.doctor.data import storage
+    from marin_rl.doctor.engines import OF_EACH
     from marin_rl.storage.provenance import code_digest, library_versions
 
     try:
-        storage(config)
-    except (MarinRLError, OSError) as error:
+        for check in OF_EACH:
+            check(config)
+        tree = config.model_dump(mode="json", exclude={"distributed"})
+        contents = {
+            f"content of {key}": _content(path)
+            for key, path in paths_in(tree).items()
+            if path[:1] == "/"
+        }
+        own = jax.local_devices()
+    except Exception as error:  # noqa: BLE001 - process 0 tells of it
         return {"error": f"{type(error).__name__}: {error}"}
-    tree = config.model_dump(mode="json", exclude={"distributed"})
     variable = config.inference.api_key_variable
     token = {f"variable {variable}": "set" if os.environ.get(variable) else "not set"}
     return {
@@ -238,8 +251,21 @@ def _facts(config: Config) -> Mapping[str, Any]:
         "code": code_digest(),
         **{f"library {name}": version for name, version in library_versions().items()},
         **dict(_leaves(tree, "")),
-        "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
+        **contents,
+        "devices": f"{len(own)} x {own[0].device_kind}",
     }
+
+
+def _content(path: str) -> str:
+    """Digest of sizes and beginnings of a file, those of a pattern, or those in a folder."""
+    digest = hashlib.sha256()
+    inside = path.lstrip("/")
+    for file in sorted({*Path("/").glob(inside), *Path("/").glob(f"{inside}/*")}):
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size}\0".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(COMPARED_BYTES))
+    return digest.hexdigest()
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -250,15 +276,26 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _check_alike(processes: Processes, config: Config, timeout_s: float) -> None:
+def _known_facts(processes: Processes, timeout_s: float) -> dict[int, Mapping[str, Any]]:
+    """Facts of all processes by number. Raises ConfigError for the first that fails."""
+    until, known = time.monotonic() + timeout_s, dict[int, Mapping[str, Any]]()
+    while missing := set(range(processes.count)) - known.keys():
+        for number in missing:
+            facts = processes.read(f"facts/{number}", POLL_S / 10)
+            if facts is None and time.monotonic() > until:
+                facts = {"error": "does not answer"}
+            if facts is not None:
+                known[number] = facts
+                if "error" in facts:
+                    raise ConfigError(f"process {number}: {facts['error']}")
+    return known
+
+
+def _check_alike(processes: Processes, timeout_s: float) -> None:
     """Raise ConfigError, by number, for a process that is not like process 0."""
-    own = _facts(config)
-    if "error" in own:
-        raise ConfigError(f"process 0: {own['error']}")
-    for number in range(1, processes.count):
-        facts = processes.read(f"facts/{number}", timeout_s)
-        if facts is None or "error" in facts:
-            raise ConfigError(f"process {number}: {(facts or {}).get('error', 'does not answer')}")
+    known = _known_facts(processes, timeout_s)
+    own = known[0]
+    for number, facts in known.items():
         names = [name for name in {**own, **facts} if own.get(name) != facts.get(name)]
         if names:
             shown = "; ".join(
@@ -267,7 +304,7 @@ def _check_alike(processes: Processes, config: Config, timeout_s: float) -> None
             )
             raise ConfigError(
                 f"process {number} is not like process 0: it has {shown}; expected the same code, "
-                "libraries, configuration and number of devices in every process"
+                "libraries, configuration, data and number of devices in every process"
             )
 
 

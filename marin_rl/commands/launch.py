@@ -26,7 +26,7 @@ from marin_rl.machine import computes_on_host
 
 # From the first end to SIGTERM for the others, where it is a failure or not, and to SIGKILL.
 GRACE_S, END_S = 3.0, 25.0
-LAUNCHED = ("run", "sft", "reward-model", "preference")
+LAUNCHED = ("run", "sft", "reward-model", "preference", "doctor")
 
 
 def launch(

@@ -13,6 +13,7 @@ import typer
 
 from marin_rl.commands import options as opt
 from marin_rl.commands.config import demo_configuration
+from marin_rl.commands.hosts import on_all_processes
 from marin_rl.commands.options import (
     key_named,
     load,
@@ -46,19 +47,20 @@ def doctor(
     from marin_rl.doctor.engines import STAGES
     from marin_rl.doctor.stages import examine
 
-    failed = False
     changes = [*(overrides or ()), *key_named(api_key_variable)]
     file = config_file or demo_configuration()
-    for finding in examine(load(file, changes, trust=trust, run_id=run_id, root=root), STAGES):
-        failed = failed or not finding.passed
-        if as_json:
-            print_json(finding)
-            continue
-        print_verdict(passed=finding.passed)
-        out.print(f"[bold]{finding.name:<13}[/bold] ", end="")
-        print_info(finding.detail)
-    if failed:
-        raise typer.Exit(1)
+    config, failed = load(file, changes, trust=trust, run_id=run_id, root=root), False
+    with on_all_processes(config):
+        for finding in examine(config, STAGES):
+            failed = failed or not finding.passed
+            if as_json:
+                print_json(finding)
+                continue
+            print_verdict(passed=finding.passed)
+            out.print(f"[bold]{finding.name:<13}[/bold] ", end="")
+            print_info(finding.detail)
+        if failed:
+            raise typer.Exit(1)
 
 
 def audit(

@@ -134,8 +134,12 @@ def place_files(
 
 def places_in(tree: Mapping[str, Any]) -> dict[str, str]:
     """Placed paths of a plain tree by what is written."""
-    values = (text.value for text in _path_texts(_copied(tree)))
-    return {str(as_written(value)): value for value in values if MARK in value}
+    return {str(as_written(path)): path for path in paths_in(tree).values() if MARK in path}
+
+
+def paths_in(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Paths of a plain tree by their dotted keys."""
+    return {text.key: text.value for text in _path_texts(_copied(tree))}
 
 
 def places_named(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -143,8 +147,7 @@ def places_named(tree: Mapping[str, Any]) -> dict[str, str]:
 
     At any other key a text is an address if it has `://`, and a path if it is absolute.
     """
-    copied = _copied(tree)
-    named = {text.key: text.value for text in _path_texts(copied)}
+    copied, named = _copied(tree), paths_in(tree)
     for text in (text for name in copied for text in _texts_below(copied, name, name)):
         known = text.key.rpartition(".")[2] in ("checkpoint", *_PROGRAMS)
         if known or "://" in text.value or text.value.startswith(("/", "~")):

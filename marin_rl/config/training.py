@@ -148,7 +148,11 @@ class TrainingConfig(Section):
     gradient_clip_norm: float = field(1.0, "global norm of the gradient", gt=0)
     epochs: Count = field(1, "passes over a round's batches", le=100)
     microbatch_sequences: Count = field(16, "rows per forward and backward pass")
-    gradient_checkpointing: bool = field(False, "recompute activations, save memory")
+    gradient_checkpointing: bool | Literal["offload"] = field(
+        False,
+        "recompute activations, save memory; offload: with the inputs of layers in the host's "
+        "memory",
+    )
     nonfinite_updates_max: Count = plan_field(
         3, "consecutive updates that were not finite, after which the run ends"
     )

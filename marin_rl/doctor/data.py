@@ -32,6 +32,7 @@ from marin_rl.environments.registry import (
 )
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, ObjectMissing, RewardFault
+from marin_rl.processes import joined
 from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.rollouts.evaluate import held_out_sets
 from marin_rl.rollouts.pinned import refuse_other_rows
@@ -58,6 +59,8 @@ def storage(config: Config) -> str:
     folder = Path(store.url) if isinstance(store, LocalStore) else Path()
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     probe(store)
+    if joined() is not None:
+        made = []  # others probe it meanwhile
     with suppress(OSError):  # a run has begun there meanwhile
         for each in made:
             each.rmdir()

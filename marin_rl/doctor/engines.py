@@ -7,7 +7,7 @@ import jax
 
 from marin_rl.config import Config
 from marin_rl.devices import start_devices
-from marin_rl.doctor import start, system
+from marin_rl.doctor import data, policy, start, system
 from marin_rl.doctor.stages import (
     DOCTOR,
     OF_PAIRS,
@@ -125,3 +125,5 @@ ENGINES = (
     Stage("Prefect API", system.orchestrator, frozenset({DOCTOR})),
 )
 STAGES = (*start.FILES, *ENGINES)
+# Checks that every process of a run makes, on its host.
+OF_EACH = (data.storage, policy.source, accelerator)

@@ -7,7 +7,7 @@ or quantised weights (`marin_rl.inference.linear_layers`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import haliax as hax
@@ -88,10 +88,13 @@ class DecoderLayer(eqx.Module):
 
 
 class Layers(eqx.Module):
-    """All layers; `recomputed`: with activations computed again in the backward pass."""
+    """All layers; `recomputed`: with activations computed again in the backward pass.
+
+    From the inputs of layers, which "offload" keeps in the host's memory meanwhile.
+    """
 
     stacked: DecoderLayer
-    recomputed: bool = eqx.field(static=True, default=False)
+    recomputed: bool | Literal["offload"] = eqx.field(static=True, default=False)
 
 
 class Transformer(eqx.Module):

@@ -129,8 +129,8 @@ class Program(ABC):
         # Recorded ones first: the folder that `init_from` names may have changed since.
         self.modules = modules_of(policy, self.base_template) if modules is None else modules
         template = self.base_template
-        if config.training.gradient_checkpointing:
-            template = with_gradient_checkpointing(template)
+        if recomputed := config.training.gradient_checkpointing:
+            template = with_gradient_checkpointing(template, offload=recomputed == "offload")
         self.template: Any = self._trained_template(with_adapter_of(policy, template, self.modules))
         adamw = with_adapter_rate(adamw, policy.lora)
         # Raises here, before anything is written, where the mesh cannot share a parameter out.

@@ -25,7 +25,7 @@ from marin_rl.models.families import Tensor, described_folder, tensors_of
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
 from marin_rl.plain_files import weight_files
-from marin_rl.storage.array_files import Box, extents, whole_box
+from marin_rl.storage.array_files import Box, extents, overlap, whole_box
 from marin_rl.storage.checkpoints import LocalBoxes
 from marin_rl.training.model import (
     named_parameters,
@@ -59,9 +59,7 @@ def read_weights(
     a process keeps its own part. Raises InputError as `load_hf` does, but for what it says of the
     tokenizer.
     """
-    path = Path(folder).resolve()
-    prefix = _check_tensors(tensor_shapes(template), path)
-    return with_parameters(template, _read_parameters(template, path, prefix, like))
+    return with_parameters(template, read_parameters(template, folder, like))
 
 
 def begin_reading(folder: str | Path) -> "Future[tuple[LanguageModel, str]]":
@@ -77,13 +75,15 @@ def begin_reading(folder: str | Path) -> "Future[tuple[LanguageModel, str]]":
     return begun
 
 
-def _read_parameters(
-    template: LanguageModel, path: Path, prefix: str, like: Mapping[str, Any] | None
+def read_parameters(
+    template: LanguageModel, folder: str | Path, like: Mapping[str, Any] | None = None
 ) -> dict[str, jax.Array]:
-    """Parameters of a folder whose tensors were checked, as float32, each read into its place.
+    """Parameters of a folder by path, each read into its place: see `read_weights`.
 
-    One parameter at a time is in memory twice, and never a whole checkpoint in bfloat16.
+    One tensor at a time is in memory twice, and never a whole checkpoint in bfloat16.
     """
+    path = Path(folder).resolve()
+    prefix = _check_tensors(tensor_shapes(template), path)
     like = like or {
         name: struct.update(dtype=np.float32)
         for name, struct in parameter_structs(template).items()
@@ -97,7 +97,7 @@ def _read_parameters(
         for name, tensor in _tensors(template).items():
             outs = {part: LocalBoxes(like[part]) for part in tensor.paths}
             for full, layer, expert in _copies(template.spec, name.removeprefix(prefix)):
-                _fill_own(outs, files[full].get_tensor(full), tensor.layout, layer, expert)
+                _fill_own(outs, files[full].get_slice(full), tensor.layout, layer, expert)
             for part, out in outs.items():
                 if not all(np.isfinite(values).all() for values in out.values.values()):
                     _name_not_finite(path)
@@ -107,23 +107,53 @@ def _read_parameters(
 
 def _fill_own(
     outs: Mapping[str, LocalBoxes],
-    stored: np.ndarray,
+    stored: Any,
     layout: str,
     layer: int | None,
     expert: int | None,
 ) -> None:
-    """Write one tensor of a file into what this process has of the parameters that it holds."""
+    """Write one tensor of a file into what this process has of the parameters that it holds.
+
+    Of `stored`, a slice of safetensors, it reads no more than that where rows are in order.
+    """
     whole = {part: out.values.get(whole_box(out.shape)) for part, out in outs.items()}
     if all(array is not None for array in whole.values()):
-        _fill([_own(array, part, layer, expert) for part, array in whole.items()], stored, layout)
+        places = [_own(array, part, layer, expert) for part, array in whole.items()]
+        _fill(places, stored[:], layout)
         return
     boxes = {part: _own_box(out.shape, part, layer, expert) for part, out in outs.items()}
+    read = [slice(0, size) for size in stored.get_shape()]
+    if layout == "rows" and expert is None:
+        boxes = _narrowed(outs, boxes, 0 if layer is None else 1, read)
     arrays = [np.empty(extents(box), np.float32) for box in boxes.values()]
     first = None if layer is None else 0, None if expert is None else 0
     parts = zip(outs, arrays, strict=True)
-    _fill([_own(array, part, *first) for part, array in parts], stored, layout)
+    _fill([_own(array, part, *first) for part, array in parts], stored[tuple(read)], layout)
     for (part, box), array in zip(boxes.items(), arrays, strict=True):
         outs[part].fill(box, array)
+
+
+def _narrowed(
+    outs: Mapping[str, LocalBoxes], boxes: Mapping[str, Box], first: int, read: list[slice]
+) -> dict[str, Box]:
+    """Boxes of parts of a tensor without what no device of this process has; `read` likewise.
+
+    Columns are the last axis of each part where they are one, and rows those of a part alone, whose
+    axes begin at `first`.
+    """
+    narrowed, width = dict[str, Box](), read[1].stop if len(read) == 2 else 0
+    for part, box in boxes.items():
+        held = [both for each in outs[part].values if (both := overlap(each, box)) is not None]
+        ends = np.array(held)
+        own = list(zip(ends[..., 0].min(0).tolist(), ends[..., 1].max(0).tolist(), strict=True))
+        spans, sizes = list(box), extents(box)
+        if sizes[-1] == width:
+            spans[-1], read[1] = own[-1], slice(*own[-1])
+        if len(boxes) == 1:
+            spans[first], rows = own[first], read[0].stop // sizes[first]
+            read[0] = slice(own[first][0] * rows, own[first][1] * rows)
+        narrowed[part] = tuple(spans)
+    return narrowed
 
 
 def _own_box(shape: Sequence[int], path: str, layer: int | None, expert: int | None) -> Box:

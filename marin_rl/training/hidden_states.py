@@ -13,6 +13,7 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import dynamic_index_in_dim
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,7 +29,7 @@ from marin_rl.models.block import (
     scaled,
 )
 from marin_rl.models.experts import ExpertLoads
-from marin_rl.models.module import DecoderLayer, LanguageModel, TrainedLinears
+from marin_rl.models.module import DecoderLayer, LanguageModel, Layers, TrainedLinears
 from marin_rl.models.spec import LayerKind, Rope, Spec
 from marin_rl.training.adapters import Blocks
 from marin_rl.training.attention import (
@@ -60,6 +61,12 @@ UNROLLED_LAYERS_MAX = 8
 PLAIN_POSITIONS_MAX_GPU = 1024
 
 AXES = ("batch", "position")
+# What gradient checkpointing keeps of a layer, its input, goes to the host's memory.
+LAYER_INPUT = "layer_input"
+OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
 # Attention of a layer of this kind over queries, keys, values and sinks, to [B, T, K, G, H].
 Attend = Callable[[LayerKind, Array, Array, Array, Array | None], Array]
 Turn = Callable[[Rope], Rotation]
@@ -229,6 +236,8 @@ def _through_layers(
     def run(
         states: Array, layer: DecoderLayer, kind: LayerKind
     ) -> tuple[Array, ExpertLoads | None]:
+        if layers.recomputed == "offload":
+            states = checkpoint_name(states, LAYER_INPUT)
         states = _attended(spec, kind, layer, states, attention, turn)
         linears = TrainedLinears(spec, layer, AXES)
         loads = expert_loads(spec, linears, states, counted_BT)
@@ -240,16 +249,7 @@ def _through_layers(
             states, loads = run(states, layer, kind)
             all_loads.append(loads)
         return states, all_loads
-    # Each layer by itself: of all that it computes its input alone is kept, or all but its weights.
-    # A scan computes nothing forward that its backward pass could share.
-    shapes = {(), *(shape for a in blocks.arrays for shape in (a.shape, a.shape[1:]))}
-
-    def saved(_: Any, *operands: Any, **__: Any) -> bool:
-        """False for what is computed from weights alone: the backward pass reads these again."""
-        return not all(operand.shape in shapes for operand in operands)
-
-    policy = None if layers.recomputed else saved
-    kept = partial(jax.checkpoint, prevent_cse=False, policy=policy)
+    kept = partial(jax.checkpoint, prevent_cse=False, policy=_policy(layers, blocks))
     # What is left of the last period, or of the only one, runs layer by layer.
     scanned = count - count % spec.period
     if scanned:
@@ -260,6 +260,20 @@ def _through_layers(
         states, loads = step(states, blocks[index])
         all_loads.append(loads)
     return states, all_loads
+
+
+def _policy(layers: Layers, blocks: Blocks) -> Callable[..., Any] | None:
+    """Values that are kept of each layer for the backward pass: its input, or all that are `saved`.
+
+    A scan computes nothing forward that its backward pass could share.
+    """
+    shapes = {(), *(shape for a in blocks.arrays for shape in (a.shape, a.shape[1:]))}
+
+    def saved(_: Any, *operands: Any, **__: Any) -> bool:
+        """False for what is computed from weights alone: the backward pass reads these again."""
+        return not all(operand.shape in shapes for operand in operands)
+
+    return {False: saved, True: None, "offload": OFFLOADED}[layers.recomputed]
 
 
 def _scanned(

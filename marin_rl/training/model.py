@@ -147,9 +147,10 @@ def parameter_axes(model: eqx.Module) -> dict[str, tuple[Axis, ...]]:
     return {path: array.axes for path, array in _named_arrays(model).items()}
 
 
-def with_gradient_checkpointing(model: LanguageModel) -> LanguageModel:
+def with_gradient_checkpointing(model: LanguageModel, *, offload: bool = False) -> LanguageModel:
     """The same model, recomputing each layer's activations in the backward pass."""
-    layers = dataclasses.replace(model.layers, recomputed=True)
+    recomputed = "offload" if offload else True
+    layers = dataclasses.replace(model.layers, recomputed=recomputed)
     return eqx.tree_at(lambda m: m.transformer.layers, model, layers)
 
 

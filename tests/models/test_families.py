@@ -26,6 +26,8 @@ from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.models.families import LLAMA_DEFAULTS, check_peft_names, described, described_folder
 from marin_rl.models.module import LanguageModel
 from marin_rl.models.spec import Rope
+from marin_rl.storage.checkpoints import LocalBoxes
+from marin_rl.training import hf_weights
 from marin_rl.training.adapters import trained_shapes
 from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.hf_weights import exported, hf_template
@@ -127,6 +129,29 @@ def test_each_device_has_its_own_part_of_a_folder(folder: Path, model: LanguageM
     for name, array in named_parameters(model).items():
         assert placed[name].sharding == like[name].sharding
         np.testing.assert_array_equal(placed[name], array)
+
+
+class OfLastDevice(LocalBoxes):
+    """Boxes of a process whose only device is the last."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__(like)
+        self.values = dict([list(self.values.items())[-1]])
+
+    def array(self) -> Any:
+        return next(iter(self.values.values()))
+
+
+def test_a_process_reads_its_own_part_of_a_folder(
+    folder: Path, model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, layout = hf_template(folder), layout_of(MeshConfig(fsdp=2))
+    like = layout.parameters_like(trained_shapes(template), template)
+    monkeypatch.setattr(hf_weights, "LocalBoxes", OfLastDevice)
+    found = hf_weights.read_parameters(template, folder, like)
+    for name, array in named_parameters(model).items():
+        (box,) = OfLastDevice(like[name]).values
+        np.testing.assert_array_equal(found[name], array[tuple(slice(*span) for span in box)])
 
 
 def test_an_exported_folder_has_the_same_tensors_and_describes_the_same_model(

@@ -6,6 +6,8 @@ import os
 import resource
 import shutil
 import stat
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,11 +15,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import deserialize, serialize
+from support.fault_injection import FaultyStore, Operations, parse
+from support.processes import joined_processes
 
+from marin_rl import processes
 from marin_rl.config import Config
-from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing, StorageError
+from marin_rl.errors import (
+    CommitConflict,
+    CorruptObject,
+    MarinRLError,
+    ObjectMissing,
+    StorageError,
+)
 from marin_rl.machine import machine_facts
-from marin_rl.storage import checkpoints
+from marin_rl.storage import checkpoints, commits
 from marin_rl.storage.array_files import (
     Tensor,
     cut,
@@ -367,6 +378,57 @@ def test_copies_are_dealt_out_so_that_all_processes_write_alike():
     assert owners[tensor("only", 200)] == 2
     sizes = [sum(t.nbytes for t, owner in owners.items() if owner == n) for n in range(4)]
     assert max(sizes) < 1.1 * min(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faulty", [0, 1])
+@pytest.mark.parametrize("kind", ["fail", "delay", "late", "lose-reply", "duplicate"])
+def test_a_fault_of_any_operation_of_a_process_commits_all_or_nothing(
+    kind, faulty, root, monkeypatch
+):
+    """Process 0 names the process at fault, and the same call made again commits."""
+    this, run = (
+        threading.local(),
+        Run.create_or_open(Config(root=root.url, storage_options=root.options)),
+    )
+    for name in ("by_first", "all_to_first"):
+        monkeypatch.setattr(
+            checkpoints, name, lambda value, name=name: getattr(this.process, name)(value)
+        )
+    monkeypatch.setattr(checkpoints, "process_number", lambda: (this.process.number, 2))
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
+    monkeypatch.setattr(commits, "DEADLINE_S", 5.0)
+
+    def save(process, runs, at):
+        this.process = process
+        return commit(runs[process.number], round=at)
+
+    failures = list[str]()
+    with joined_processes() as (first, other):
+        used = [run, run]
+        perform = lambda _, arguments: save(other, used, *arguments) and None
+        follow = threading.Thread(target=other.follow, args=(perform,), daemon=True)
+        follow.start()
+        for at in range(1, 100):
+            operations = Operations(parse(f"{kind}:{at}"))
+            used[faulty] = replace(run, store=FaultyStore(run.store, operations))
+            failure = ""
+            try:
+                first.call("save", [at], lambda at=at: save(first, used, at))
+            except MarinRLError as error:
+                failure = str(error)
+            failures.append(failure)
+            assert not failure or faulty == 0 or "process 1: " in failure
+            used[:] = run, run
+            ref = first.call("save", [at], lambda at=at: save(first, used, at))
+            assert_equal(restore_checkpoint(run, ref, tree()), tree())
+            if operations.count < at:
+                break
+        first.end(0)
+    follow.join()
+    assert len(failures) > 2
+    # A create whose answer is lost is looked for; a part is not.
+    assert any(failures) == (kind in ("fail", "late", "lose-reply"))
 
 
 # ---------------------------------------------------------------- earlier versions

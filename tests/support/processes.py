@@ -3,11 +3,16 @@
 import json
 import os
 import resource
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+
+from marin_rl.processes import Processes
 
 GONE_TIMEOUT_S = 60
 
@@ -51,3 +56,25 @@ def answer(_request: object) -> bytes:
             "processes": resource.getrlimit(resource.RLIMIT_NPROC),
         }
     ).encode()
+
+
+@contextmanager
+def joined_processes() -> Iterator[list[Processes]]:
+    """Two processes of a real coordinator, which are threads of this one."""
+    from jax._src.lib import _jax  # a second, which workers need not spend
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(place, 2, shutdown_timeout=5)
+    clients = [
+        _jax.get_distributed_runtime_client(place, n, init_timeout=30, shutdown_timeout=5)
+        for n in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda client: client.connect(), clients))
+        try:
+            yield [Processes(client, n, 2) for n, client in enumerate(clients)]
+        finally:
+            list(pool.map(lambda client: client.shutdown(), clients))
+    service.shutdown()

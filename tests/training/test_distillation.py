@@ -20,8 +20,8 @@ from marin_rl.doctor.policy import teacher
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.weights.export import export_hf
-from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.batches import read_dispositions
+from marin_rl.storage.runs import Run, batches_slot, committed
+from marin_rl.storage.tables.batches import read_batches, read_dispositions
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.training.losses import policy_losses
 from marin_rl.training.precompute import RowPrecompute, distillation_metrics, teacher_terms
@@ -175,6 +175,30 @@ def test_a_larger_teacher_with_a_context_is_learned_from_and_every_reader_knows_
     assert "consumed -> filtered (zero_signal)" in less.moved
     with pytest.raises(ConfigError, match=r"distillation\.context"):
         reprocess_round(run, 1, ["distillation.context=null"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["null", "{beta: 0.5}"])
+def test_devices_that_share_rows_learn_of_a_teacher_what_one_learns(loss, tmp_path):
+    ends = []
+    for axis in ("null", "2"):
+        items = (f"run_id=context-{axis}", f"mesh.context={axis}", "distillation.coefficient=1")
+        run, runtime = begun(tmp_path, *items, CONTEXT, f"distillation.loss={loss}")
+        first = runtime.init_policy()
+        trained = play_round(runtime, run, 0, first)
+        read = list(read_batches(run, committed(run, batches_slot(0))))
+        # Updates of Adam would show signs of what is nearly 0.
+        ends.append((read, runtime.trainer.gradient(0, lambda: read, first), trained.summary))  # noqa: B023 - called at once
+        runtime.close()
+    (read, expected, one), (again, found, two) = ends
+    for batch, other in zip(read, again, strict=True):
+        assert_array_equal(batch.token_ids, other.token_ids)
+    for name, array in expected.items():
+        atol = 2e-5 * np.abs(array).max()
+        np.testing.assert_allclose(found[name], array, rtol=1e-4, atol=atol)
+    name = "distillation/kl" if loss == "null" else "distillation/divergence"
+    assert one[name] > 1e-3
+    assert two[name] == pytest.approx(one[name], rel=1e-3)
 
 
 def test_shards_of_other_lengths_compile_nothing_more(tmp_path):

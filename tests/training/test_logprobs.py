@@ -107,6 +107,10 @@ def test_gradients_are_those_of_the_whole_forward_pass(monkeypatch):
     monkeypatch.setattr(trainer_logprobs, "TOKENS_PER_CHUNK", 7)
     monkeypatch.setattr(hidden_states, "UNROLLED_LAYERS_MAX", 0)
     assert_close(gradients_of(ours, with_gradient_checkpointing(model), batch), expected)
+    offloaded = with_gradient_checkpointing(model, offload=True)
+    assert_close(gradients_of(ours, offloaded, batch), expected)
+    moved = str(jax.make_jaxpr(partial(gradients_of, ours, batch=batch))(offloaded))
+    assert "MemorySpace.Host" in moved
 
 
 def test_one_layer_scores_with_gradient_checkpointing_as_without():

@@ -4,7 +4,11 @@ Nothing is computed and no array is made: programs are compiled from shapes.
 """
 
 import inspect
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,3 +154,45 @@ def test_the_plan_of_a_step_is_what_xla_says(monkeypatch, sizes, length, rows, m
     assert architecture is not None
     planned = StepMemory.of(config, architecture, on_host=True).peak
     assert planned == pytest.approx(actual, rel=0.15), planned / actual
+
+
+DEEP = (512, 12, 8, 2, 1536, 16_384)
+PACKED = "batching.packing=sequences", "batching.row_tokens=1024"
+MESHES = (
+    (WIDE, 128, 16, ("mesh.fsdp=8",)),
+    (WIDE, 128, 16, ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")),
+    (WIDE, 1024, 2, ("mesh.context=8", *PACKED)),
+    (DEEP, 1024, 4, ("mesh.context=4", "mesh.fsdp=2", CHECKPOINTING, *PACKED)),
+    (DEEP, 1024, 4, ("mesh.context=2", "mesh.fsdp=2", "mesh.tensor=2", CHECKPOINTING, *PACKED)),
+)
+
+
+def planned_shares() -> str:
+    """Of each mesh, what is planned by what XLA says: called where there are eight devices."""
+    told = []
+    with quick_programs(emitters=True):
+        for sizes, length, rows, more in MESHES:
+            config = configured(sizes, length, rows, *more)
+            architecture = architecture_of(config)
+            assert architecture is not None
+            planned = StepMemory.of(config, architecture, on_host=True).peak
+            told.append(planned / step_bytes(config, rows, length))
+    return json.dumps(told)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_device_of_eight_is_what_xla_says():
+    script = "import sys; from test_step_memory import planned_shares as told"
+    places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
+    own = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    answer = subprocess.run(
+        [sys.executable, "-c", f"{script}; sys.stdout.write(told())"],
+        env=os.environ | own | {"PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    shares = json.loads(answer.stdout)
+    assert shares == pytest.approx([1.0] * len(MESHES), abs=0.1)
