@@ -14,20 +14,19 @@ from pydantic import Field
 
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import RewardedElsewhere
-from marin_rl.environments.episode import StepResult, Tool, function_tool
+from marin_rl.environments.episode import StepResult, Tool
 from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask, ask_once, is_number
 from marin_rl.environments.registry import parse_options, register
 from marin_rl.errors import EndpointUnavailable, InputError, RewardFault
 from marin_rl.finite import reward_number
 from marin_rl.integrations.hosted import HeldOutRows, HttpAddress
-from marin_rl.types import Example, Message, Role, Split, ToolCall, Turn
+from marin_rl.model_apis.call import ModelAnswer, ModelCall
+from marin_rl.model_apis.responses import Responses
+from marin_rl.types import Example, Message, Split, ToolCall, Turn
 
 PARAMETERS = "responses_create_params"  # of a row: the request that an agent would make
 ROUTES = ("/seed_session", "/verify")
 CONNECT_TIMEOUT_S = 30.0
-_ROLES: Mapping[str, Role] = {
-    "developer": "system", "system": "system", "user": "user", "assistant": "assistant",
-}  # fmt: skip
 
 
 class NemoGymOptions(Section):
@@ -65,12 +64,12 @@ class NemoGym(RewardedElsewhere):
         self.version = f"1+{_title(self.options.url)}+{rows.digest}"
 
     def tools_offered(self) -> Sequence[Tool]:
-        return _start_of(next(iter(self._rows)))[1]
+        return _start_of(next(iter(self._rows))).tools
 
     def example(self, seed: int, index: int, split: Split) -> Example:
         row = self._rows.row(seed, index, split)
         return self.make_example(
-            _start_of(row)[0], seed=seed, index=index, split=split, metadata={"row": row}
+            _start_of(row).messages, seed=seed, index=index, split=split, metadata={"row": row}
         )
 
     def episode(self, example: Example) -> "NemoGymEpisode":
@@ -84,6 +83,7 @@ class NemoGymEpisode:
         self._environment = environment
         self._row: Mapping[str, Any] = example.metadata["row"]
         self._client: httpx.AsyncClient | None = None
+        self._asked = _start_of(self._row)
         self._output: list[dict[str, Any]] = []
         self._turns = 0
 
@@ -95,22 +95,19 @@ class NemoGymEpisode:
         answer = await self._post("/seed_session", self._row)
         if not answer.ok:
             raise RewardFault(f"{options.url}/seed_session answers {answer.words}")
-        messages, tools = _start_of(self._row)
-        return messages, tools
+        return self._asked.messages, self._asked.tools
 
     async def step(self, turn: Turn) -> StepResult:
         self._turns += 1
-        if turn.content:
-            part = {"type": "output_text", "text": turn.content, "annotations": []}
-            message = {"type": "message", "id": f"msg_{self._turns}", "role": "assistant"}
-            self._output.append({**message, "status": "completed", "content": [part]})
-        for call in turn.tool_calls:
-            named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-            self._output.append({"type": "function_call", **named, "status": "completed"})
+        said = ModelAnswer(
+            text=turn.content, tool_calls=turn.tool_calls, prompt_tokens=0, completion_tokens=0
+        )
+        response = Responses(self._asked, model="policy", prompt_tokens=0).whole(said)
+        self._output += response["output"]
         messages = [await self._called(call) for call in turn.tool_calls]
         if messages and self._turns != self._environment.turns_max:
             return StepResult(messages=tuple(messages))
-        return await self._verified()
+        return await self._verified(response)
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -124,7 +121,7 @@ class NemoGymEpisode:
         except (ValueError, RecursionError) as error:
             text = json.dumps({"error": f"Invalid tool call arguments: {error}"})
         else:
-            names = [tool["function"]["name"] for tool in _start_of(self._row)[1]]
+            names = [tool["function"]["name"] for tool in self._asked.tools]
             if call.name in names:
                 text = (await self._post(f"/{call.name}", arguments)).text
             else:
@@ -132,21 +129,12 @@ class NemoGymEpisode:
         self._output.append({"type": "function_call_output", "call_id": call.id, "output": text})
         return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
-    async def _verified(self) -> StepResult:
+    async def _verified(self, last: Mapping[str, Any]) -> StepResult:
         url = f"{self._environment.options.url}/verify"
         parameters = self._row[PARAMETERS]
-        response = {  # the episode as the Responses API has it
-            "id": "resp_marin_rl",
-            "object": "response",
-            "created_at": 0,
-            "model": "policy",
-            "status": "completed",
-            "output": self._output,
-            "parallel_tool_calls": True,
-            "tool_choice": parameters.get("tool_choice", "auto"),
-            "tools": parameters.get("tools") or [],
-        }
-        answer = await self._post("/verify", {**self._row, "response": response})
+        asked = {"tool_choice": parameters.get("tool_choice", "auto"), "usage": None}
+        asked |= {"tools": parameters.get("tools") or [], "output": self._output}
+        answer = await self._post("/verify", {**self._row, "response": {**last, **asked}})
         if not answer.ok:
             raise RewardFault(f"{url} answers {answer.words}")
         try:
@@ -199,47 +187,18 @@ def _title(url: str) -> str:
     return f"{info.get('title', 'nemo_gym')}.{info.get('version', '')}"
 
 
-def _start_of(row: Any) -> tuple[list[Message], list[Tool]]:
-    """Messages and tools of a row. Raises ValueError for what a text policy cannot take."""
+def _start_of(row: Any) -> ModelCall:
+    """The request of a row. Raises ValueError for what a text policy cannot take."""
     parameters = row.get(PARAMETERS) if isinstance(row, dict) else None
     if not isinstance(parameters, dict):
         raise ValueError(f"expected a row with {PARAMETERS}, as data files of NeMo Gym have it")
-    items = parameters.get("input")
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    if not isinstance(items, list) or not items:
-        raise ValueError(f"{PARAMETERS}.input: expected messages, found {items!r:.80}")
-    messages = [_message_of(item) for item in items]
-    if instructions := parameters.get("instructions"):
-        messages.insert(0, Message(role="system", content=str(instructions)))
     tools = parameters.get("tools") or []
-    if not isinstance(tools, list):
-        raise ValueError(f"{PARAMETERS}.tools: expected a list, found {tools!r:.80}")
-    return messages, [_tool_of(tool) for tool in tools]
-
-
-def _message_of(item: Any) -> Message:
-    role = _ROLES.get(str(item.get("role"))) if isinstance(item, dict) else None
-    content = item.get("content") if isinstance(item, dict) else None
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        strings = [text for text in texts if isinstance(text, str)]
-        content = "".join(strings) if len(strings) == len(content) else None
-    if role is None or not isinstance(content, str):
-        raise ValueError(f"{PARAMETERS}.input: expected messages of text, found {item!r:.80}")
-    return Message(role=role, content=content)
-
-
-def _tool_of(tool: Any) -> Tool:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise ValueError(f"{PARAMETERS}.tools: expected functions, found {tool!r:.80}")
-    name: Any = tool.get("name")
-    description: Any = tool.get("description") or name
-    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
-    texts = isinstance(name, str) and isinstance(description, str)
-    if not texts or not isinstance(parameters, dict):
-        raise ValueError(
-            f"{PARAMETERS}.tools: expected functions with a name, a description and an object as "
-            f"parameters, found {tool!r:.80}"
-        )
-    return function_tool(name, description, parameters)
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and tool.get("type") == "function" for tool in tools
+    ):
+        raise ValueError(f"{PARAMETERS}.tools: expected functions, found {tools!r:.80}")
+    described = [{**tool, "description": tool.get("description") or tool["name"]} for tool in tools]
+    try:
+        return Responses.read({**parameters, "tools": described})
+    except ValueError as error:
+        raise ValueError(f"{PARAMETERS}: expected messages of text: {error}") from None

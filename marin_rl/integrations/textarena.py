@@ -9,19 +9,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
 from pydantic import Field, model_validator
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.episode import POLICY, StepResult, Tool, settled, user_message
-from marin_rl.environments.http_answers import HttpAnswer, UnfitAnswer, ask
 from marin_rl.environments.registry import register
-from marin_rl.errors import EndpointUnavailable, RewardFault
+from marin_rl.errors import BadResponse, EndpointUnavailable, RequestRejected, RewardFault
+from marin_rl.inference.client.dialects import TextDialect
+from marin_rl.inference.client.policy_client import PolicyClient
 from marin_rl.integrations.hosted import HostedEnvironment, HostedEpisode, HostedOptions, Library
-from marin_rl.types import Example, Message, Split, Turn
+from marin_rl.types import Example, Message, Sampling, Split, Turn
 from marin_rl.user_code import SPEC_PATTERN, load
 
-POLICY_TIMEOUT_S = 600.0
 SEED_BITS = 31
 
 
@@ -128,46 +127,31 @@ class PolicyPlayer:
                 "the other player is the policy: such a game is played by a run, which has one"
             )
         endpoints = policy["endpoints"]
-        self._url = f"{endpoints[example.seed % len(endpoints)]}/chat/completions"
+        self._url = endpoints[example.seed % len(endpoints)]
         self._policy, self._example = policy, example
-        key = os.environ.get(key_variable or "", "")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._messages: list[dict[str, str]] = []
+        self._key = os.environ.get(key_variable or "") or None
+        self._dialogue: list[Message] = []
 
     async def move(self, text: str) -> str:
         """The policy's answer to what it reads. Raises EndpointUnavailable, RewardFault."""
-        self._messages.append({"role": "user", "content": text})
-        try:
-            answer = (await self._asked()).completion()
-        except UnfitAnswer as error:
-            raise RewardFault(f"the policy, the other player: {error}") from None
-        self._messages.append({"role": "assistant", "content": answer})
-        return answer
-
-    async def _asked(self) -> HttpAnswer:
-        sampling = self._policy["sampling"]
-        turn = f"{self._example.example_id} {len(self._messages)}"
+        self._dialogue.append(Message(role="user", content=text))
+        turn = f"{self._example.example_id} {len(self._dialogue)}"
         digest = hashlib.sha256(turn.encode()).digest()
-        body = {
-            "model": self._policy["model"],
-            "messages": self._messages,
-            "temperature": sampling["temperature"],
-            "top_p": sampling["top_p"],
-            **{name: sampling[name] for name in ("top_k", "min_p") if sampling[name]},
-            "max_tokens": sampling["max_tokens"],
-            "seed": int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS),
-        }
+        seed = int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
+        sampling = Sampling(**{**self._policy["sampling"], "seed": seed, "stop": ()})
         who = f"the policy at {self._url}, the other player"
-        client = httpx.AsyncClient(timeout=POLICY_TIMEOUT_S, trust_env=False, headers=self._headers)
+        client = PolicyClient(
+            endpoints=(self._url,),
+            model=self._policy["model"],
+            dialect=TextDialect(),
+            api_key=self._key,
+        )
         try:
             async with client:
-                answer = await ask(client, "POST", self._url, timeout_s=POLICY_TIMEOUT_S, json=body)
-        except httpx.HTTPError as error:
-            raise EndpointUnavailable(f"{who}: {type(error).__name__}: {error}") from None
-        except UnfitAnswer as error:
-            raise RewardFault(f"{who}, {error}") from None
-        if answer.status >= httpx.codes.INTERNAL_SERVER_ERROR:
-            raise EndpointUnavailable(f"{self._url} answers {answer.status}")
-        if not answer.ok:
-            raise RewardFault(f"{who}, answers {answer.words}")
-        return answer
+                (answer,) = (await client.chat(self._dialogue, 1, sampling)).completions
+        except EndpointUnavailable as error:
+            raise EndpointUnavailable(f"{who}: {error}") from None
+        except (RequestRejected, BadResponse) as error:
+            raise RewardFault(f"{who}: {error}") from None
+        self._dialogue.append(Message(role="assistant", content=answer.text))
+        return answer.text

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from marin_rl.config import ServerConfig
 from marin_rl.errors import ConfigError, MarinRLError
 from marin_rl.pages.document import RunPage, live_html, policy, scripts
-from marin_rl.serving.http.auth import Origins, is_loopback, listen
+from marin_rl.serving.http.auth import Origins, is_loopback, run_server
 from marin_rl.serving.http.errors import ApiError
 
 _log = logging.getLogger(__name__)
@@ -121,11 +121,8 @@ def serve_view(
             f"bring a tunnel, such as `ssh -L {port}:127.0.0.1:{port} MACHINE`"
         )
     app = view_app(page, run_id, host)
-    listener = listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    on_start(f"http://{shown}:{listener.getsockname()[1]}/")
     # without a log_config, which would remove the log handlers of this process
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, http="h11", lifespan="off"
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    run_server(uvicorn.Server(config), host, port, lambda url: on_start(f"{url}/"))

@@ -114,7 +114,7 @@ def test_it_keeps_a_dialogue_of_its_own_and_repeats_its_seeds() -> None:
 
 
 def test_an_endpoint_that_fails_is_named_and_a_policy_is_needed() -> None:
-    with chat_stand_in() as (url, _), pytest.raises(EndpointUnavailable, match="answers 500"):
+    with chat_stand_in() as (url, _), pytest.raises(EndpointUnavailable, match="status 500"):
         moves(url, "your turn")
     with pytest.raises(EndpointUnavailable, match="the other player"):
         moves("http://127.0.0.1:1/v1", "your turn")

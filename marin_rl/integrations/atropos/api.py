@@ -27,7 +27,7 @@ from marin_rl.config import ServerConfig
 from marin_rl.errors import InputError, StorageError
 from marin_rl.integrations.atropos.receiver import Receiver
 from marin_rl.integrations.atropos.scored_data import ScoredData
-from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
+from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, run_server
 from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import Guard, read_body
 from schemas import Malformed
@@ -273,7 +273,4 @@ def serve_trajectories(
     receiver: Receiver, host: str, port: int, ready: Callable[[str], None]
 ) -> None:
     """Answer until a signal; `ready` gets the address. Raises ConfigError for the address."""
-    server = trajectory_server(receiver, host)
-    listener = listen(host, port)
-    ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    server.run(sockets=[listener])
+    run_server(trajectory_server(receiver, host), host, port, ready)

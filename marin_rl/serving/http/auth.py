@@ -182,6 +182,13 @@ def http_server(app: ASGIApp, config: ServerConfig, host: str) -> uvicorn.Server
     )
 
 
+def run_server(server: uvicorn.Server, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Answer until a signal; `ready` gets the address. Raises ConfigError for the address."""
+    listener = listen(host, port)
+    ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
+    server.run(sockets=[listener])
+
+
 class Origins:
     """The rules for Host and Origin of one server.
 
