@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, ToolFault
 from marin_rl.finite import LOGPROB_MIN, fit_logprobs, reward_number
 from marin_rl.types import Example, Message, NamedReward, Role, Sampling, ToolCall, Turn
 
@@ -42,7 +43,7 @@ class StepResult:
     on from an earlier turn of the model, `parent`, counted from 0; None: from this one. In place of
     messages, `opening` begins another conversation in a segment of its own. A turn that is not
     `trained` is context of those that go on from it. `end` names the end of an episode that is done
-    and has another one than `stop`.
+    and has another one than `stop`; `shown` are messages of the end that people read, and no model.
     """
 
     messages: tuple[Message, ...] = ()
@@ -53,6 +54,7 @@ class StepResult:
     parent: int | None = None
     trained: bool = True
     end: str | None = None
+    shown: tuple[Message, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
@@ -112,8 +114,10 @@ class Episode(Protocol):
     """Episode of a member of a group. Members start alike and know nothing of each other.
 
     `start` gives the messages of the first prompt, and the tools that may be called. `step` takes
-    in a turn of the model; any exception costs this episode alone. `close` releases what the
-    episode holds, and is called once, however the episode ended. Each may be `async` or not.
+    in a turn of the model; any exception costs this episode alone. Where the environment says
+    `own_prompts`, a turn of the role `system` says why no turn follows the messages that it gave
+    last: it may give others, or end. `close` releases what the episode holds, and is called once,
+    however the episode ended. Each may be `async` or not.
     """
 
     def start(self) -> Opening | Awaitable[Opening]: ...
@@ -123,6 +127,8 @@ class Episode(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
 
+# Faults that a worker names to its parent, which raises them again.
+FAULTS = {"unavailable": EndpointUnavailable, "tool": ToolFault, "timeout": EnvironmentTimeout}
 POLICY = "policy"  # in the metadata of an example: see `Environment.asks_policy`
 
 

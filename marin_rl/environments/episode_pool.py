@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment
 from marin_rl.environments.episode import (
+    FAULTS,
     Episode,
     FinishedRollout,
     PolicyAddress,
@@ -29,7 +30,7 @@ from marin_rl.environments.episode import (
     settled,
 )
 from marin_rl.environments.scoring import EnvironmentPool, PoolsInUse, fault_of
-from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault, ToolFault
+from marin_rl.errors import EndpointUnavailable, EnvironmentTimeout, RewardFault
 from marin_rl.isolated.pool import LOSSES_MAX
 from marin_rl.isolated.processes import Worker, WorkerFault
 from marin_rl.isolated.scratch import sweep
@@ -44,7 +45,7 @@ AnswerT = TypeVar("AnswerT", Start, StepResult, None)
 # Of a turn, what an environment has no use for, and what JSON cannot hold as it is.
 _PRIVATE = ("inference_metadata", "logprobs", "timing")
 _ANSWERS: dict[Any, Any] = {kind: TypeAdapter(kind) for kind in (Start, StepResult, type(None))}
-_ERRORS = {"fault": RewardFault, "tool": ToolFault, "unavailable": EndpointUnavailable}
+_ERRORS = {**FAULTS, "fault": RewardFault}
 _numbers = itertools.count()
 
 

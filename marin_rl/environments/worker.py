@@ -17,22 +17,11 @@ from pydantic import TypeAdapter
 
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.base import Environment, answer_in
-from marin_rl.environments.episode import (
-    FinishedRollout,
-    PolicyAddress,
-    check_numbers,
-)
+from marin_rl.environments.episode import FAULTS, FinishedRollout, PolicyAddress, check_numbers
 from marin_rl.environments.episode_pool import EpisodeHere
 from marin_rl.environments.registry import construct
 from marin_rl.environments.scoring import fault_of, score_here
-from marin_rl.errors import (
-    Abstained,
-    EndpointUnavailable,
-    InputError,
-    MarinRLError,
-    RewardFault,
-    ToolFault,
-)
+from marin_rl.errors import Abstained, InputError, MarinRLError, RewardFault
 from marin_rl.isolated.worker import RandomState
 from marin_rl.types import Example, Turn, message_of
 from marin_rl.user_code import PRIVATE, offer_packed
@@ -126,7 +115,7 @@ class Episodes:
         except MemoryError:
             raise
         except BaseException as error:  # noqa: BLE001 - it is other people's code
-            kinds = {"unavailable": EndpointUnavailable, "tool": ToolFault, "fault": BaseException}
+            kinds = {**FAULTS, "fault": BaseException}
             kind = next(name for name, each in kinds.items() if isinstance(error, each))
             return orjson.dumps({"failure": kind, "message": str(fault_of(error))})
 

@@ -14,7 +14,7 @@ import json
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -27,16 +27,18 @@ from marin_rl.config import CodeName, EnvironmentConfig
 from marin_rl.environments.chat import Chat, ChatOptions
 from marin_rl.environments.episode import Opening, Start, StepResult, Tool
 from marin_rl.environments.registry import parse_options, register
-from marin_rl.environments.repository_checkouts import open_to_all
-from marin_rl.errors import ConfigError, RewardFault
+from marin_rl.environments.repository_checkouts import open_to_all, restore
+from marin_rl.errors import ConfigError, EnvironmentTimeout, InputError, RewardFault
 from marin_rl.integrations import agent_relay
-from marin_rl.integrations.agent_gateway import Session, WaitingCall
+from marin_rl.integrations.agent_gateway import REDACTED, Session, WaitingCall
 from marin_rl.integrations.agent_sessions import OfferedSession, private_folder
 from marin_rl.isolated.sandbox import Sandbox, SandboxLimits, SandboxResult, check_sandbox
+from marin_rl.isolated.sandbox_command import ENVIRONMENT, WORK, mounted
 from marin_rl.isolated.scratch import ScratchFolder, delete_tree
 from marin_rl.isolated.worker import uncharged
 from marin_rl.model_apis.call import ModelAnswer, ModelCall, comparable
-from marin_rl.types import Example, Message, RewardComponent, Turn
+from marin_rl.plain_files import Content, plain_parts
+from marin_rl.types import Example, Message, RewardComponent, Split, Turn
 from marin_rl.user_code import check_importable, load
 
 MODEL = "policy"
@@ -50,7 +52,10 @@ VARIABLES = {
     "ANTHROPIC_BASE_URL": "{root_url}",
     "ANTHROPIC_API_KEY": "{key}",
 }
-_SHOWN = 600  # characters of standard error in a fault
+FILES = "files"  # a column: texts by path, which the folder of the row's rollouts has too
+TIMEOUT = "timeout"  # an end
+PRINTED_CHARACTERS_MAX = 4096  # of each output that is kept with a rollout
+_SHOWN = 600  # characters of an output in a fault
 _CALLS_DEFAULT = 64
 
 
@@ -95,6 +100,11 @@ class AgentOptions(ChatOptions):
     )
     agent_timeout_s: float = Field(
         default=300.0, gt=0, le=86_400, description="seconds of a program in all"
+    )
+    on_timeout: Literal["drop", "score"] = Field(
+        default="drop",
+        description="a program that takes longer costs its rollout, or is ended and scored as one "
+        "that ended by itself",
     )
     check: tuple[str, ...] | None = Field(
         default=None,
@@ -166,10 +176,30 @@ class Agent(Chat):
         self.check_box = Sandbox(
             replace(limits, wall_s=step_s, cpu_s=int(step_s) + 1), interpreter=options.interpreter
         )
+        path = ENVIRONMENT["PATH"]
+        self._check_program("command", [options.folder], options.variables.get("PATH", path))
+        self._check_program("check", [options.folder, options.check_folder], path)
         # Threads that wait for programs: asyncio's own are a few more than there are cores.
         self.threads = ThreadPoolExecutor(2 * options.programs_max, thread_name_prefix="agent")
         self.room = asyncio.Semaphore(options.programs_max)
         self._scratch: ScratchFolder | None = None
+
+    def _check_program(self, name: str, folders: Sequence[str | None], path: str) -> None:
+        """Raise ConfigError for a command that the sandbox cannot start."""
+        if (command := getattr(self.options, name)) is None:
+            return
+        program, places = self._filled(command[0]), [*filter(None, folders)]
+        own = program.removeprefix(f"{WORK}/")
+        is_own = "/" in program and not own.startswith("/")
+        tried = [str(Path(place, own)) for place in places] if is_own else [program]
+        found = next(filter(None, (shutil.which(each, path=path) for each in tried)), None)
+        shown = (*mounted(self.box.interpreter), *places)
+        if found is None or not any(map(Path(found).is_relative_to, shown)):
+            raise ConfigError(
+                f"environment.options.{name}: expected a program that the sandbox has and may run, "
+                f"{{python}}, one of {path}, or an executable file of the folder, such as ./run; "
+                f"found {program!r}"
+            )
 
     def load_examples(self) -> None:
         if self.options.command is not None:
@@ -197,6 +227,14 @@ class Agent(Chat):
             )
         return chosen
 
+    def example(self, seed: int, index: int, split: Split) -> Example:
+        example = super().example(seed, index, split)
+        try:
+            _files_of(example)
+        except ValueError as error:
+            raise InputError(f"example {example.example_id}: {error}") from None
+        return example
+
     def episode(self, example: Example) -> "AgentEpisode":
         if self.options.sessions is not None:
             return ElsewhereEpisode(self, example, Path(self.options.sessions))
@@ -213,19 +251,28 @@ class Agent(Chat):
             workspace.mkdir()
         else:
             shutil.copytree(self.options.folder, workspace, symlinks=True)
+        restore(workspace, _files_of(example))
         (workspace / TASK_FILE).write_text(json.dumps(_task(example)), encoding="utf-8")
         open_to_all(workspace)
         return workspace
 
-    def reward_of(self, example: Example, result: SandboxResult, workspace: Path) -> Any:
-        """Reward of a program that ended, by component. Raises what a reward function raises."""
+    def reward_of(
+        self, example: Example, result: SandboxResult, workspace: Path
+    ) -> tuple[dict[str, float], str]:
+        """Reward of a program that ended, by component, and the end and output of a check.
+
+        Raises what a reward function raises.
+        """
         if self.options.check is None:
-            return self.reward_of_text(example, result.stdout.decode(errors="replace").strip())
+            text = result.stdout.decode(errors="replace").strip()
+            return self.reward_of_text(example, text), ""
         if self.options.check_folder is not None:
             _replace_entries(Path(self.options.check_folder), workspace)
             open_to_all(workspace)
         command = [self._filled(part) for part in self.options.check]
-        return {"check": float(self.check_box.run(command, workspace=workspace).succeeded)}
+        checked = self.check_box.run(command, workspace=workspace)
+        printed = (checked.stdout + checked.stderr).decode(errors="replace")
+        return {"check": float(checked.succeeded)}, f"{checked.how}\n{printed}"
 
     def reward_of_text(self, example: Example, output: str) -> dict[str, float]:
         components = super().score(example, output)
@@ -268,6 +315,16 @@ def _task(example: Example) -> dict[str, Any]:
         "prompt": example.messages[-1].content,
         "messages": [{"role": m.role, "content": m.content} for m in example.messages],
     }
+
+
+def _files_of(example: Example) -> dict[str, Content]:
+    """Files of a row, by their paths in the folder. Raises ValueError."""
+    files = example.metadata.get(FILES) or {}
+    if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
+        raise ValueError(f"{FILES}: expected texts by path, found {files!r:.80}")
+    for path in files:
+        plain_parts(path)
+    return {path: text.encode() for path, text in files.items()}
 
 
 def _replace_entries(source: Path, workspace: Path) -> None:
@@ -336,6 +393,8 @@ class AgentEpisode(ABC):
 
     _session: Session
     _over: asyncio.Future[Any] | None = None
+    end: str | None = None  # of an agent that has ended, unless it did well
+    printed: Mapping[str, str] = {}  # by an agent that has ended
 
     def __init__(self, environment: Agent, example: Example) -> None:
         self._environment, self._example = environment, example
@@ -357,11 +416,6 @@ class AgentEpisode(ABC):
     async def reward(self) -> Mapping[str, float]:
         """Reward of an agent that has ended. Raises RewardFault, and what a function raises."""
 
-    @property
-    def end(self) -> str | None:
-        """Name of an end that is none of an agent that did well."""
-        return None
-
     async def start(self) -> Opening:
         """The messages and tools of the agent's first call.
 
@@ -379,18 +433,17 @@ class AgentEpisode(ABC):
     async def step(self, turn: Turn) -> StepResult:
         """Hand the turn to the program, and wait for its next call, or its end."""
         assert self._pending is not None, "a turn answers a call"
-        answer = self._answer(self._pending, turn)
-        is_main = self._calls in self._main
-        trained = self._environment.trains(self._pending.call, answer, is_main=is_main)
-        self._calls += 1
-        if self._calls >= self._environment.calls_max:
-            self._session.refusal = (
-                f"the limit of {self._environment.calls_max} calls is reached: end now"
-            )
+        trained = True
+        if turn.role == "system":
+            self._session.refuse(self._pending, turn.content)
+            self._main.discard(self._calls)
+        else:
+            trained = self._taken(self._pending, turn)
         call = await self._next_call()
         if call is None:
             reward = await self.reward()
-            return StepResult(reward=reward, done=True, end=self.end, trained=trained)
+            shown = tuple(_shown(self.printed, self._session.key))
+            return StepResult(reward=reward, done=True, end=self.end, trained=trained, shown=shown)
         if (extended := self._conversations.parent(call)) is not None:
             parent, added = extended
             if parent in self._main:
@@ -398,6 +451,16 @@ class AgentEpisode(ABC):
             return StepResult(messages=added, parent=parent, trained=trained)
         opening = Start(messages=call.messages, tools=call.tools)
         return StepResult(opening=opening, trained=trained)
+
+    def _taken(self, pending: WaitingCall, turn: Turn) -> bool:
+        """Answer a call; return True where the turn is trained."""
+        answer, environment = self._answer(pending, turn), self._environment
+        trained = environment.trains(pending.call, answer, is_main=self._calls in self._main)
+        self._calls += 1
+        if self._calls >= environment.calls_max:
+            limit = f"the limit of {environment.calls_max} calls is reached: end now"
+            self._session.refusal = limit
+        return trained
 
     async def close(self) -> None:
         """End the session, and with it what was started."""
@@ -460,19 +523,19 @@ class ProgramEpisode(AgentEpisode):
     def silent(self) -> RewardFault:
         result = self._result()
         return RewardFault(
-            f"the agent ended ({result.how}) without calling the model; its standard error "
-            f"ends in {result.stderr.decode(errors='replace')[-_SHOWN:]!r}"
+            f"the agent ended ({result.how}) without calling the model; {self._words(result)}"
         )
 
     async def reward(self) -> Mapping[str, float]:
         result, workspace = self._result(), self._workspace
         assert workspace is not None, "the program was started in it"
-        return await self._in_thread(self._environment.reward_of, self._example, result, workspace)
-
-    @property
-    def end(self) -> str | None:
-        status = self._result().exit_status
-        return f"{EXIT}{status}" if status else None
+        reward, check = await self._in_thread(
+            self._environment.reward_of, self._example, result, workspace
+        )
+        status = result.exit_status
+        self.end = TIMEOUT if result.limit is not None else f"{EXIT}{status}" if status else None
+        self.printed = _texts(result) | {"check": check}
+        return reward
 
     async def close(self) -> None:
         """End the program and delete its folder."""
@@ -488,12 +551,37 @@ class ProgramEpisode(AgentEpisode):
         """The program's end. Raises RewardFault for a limit."""
         assert self._over is not None, "the program was started"
         result: SandboxResult = self._over.result()
-        if result.limit == "time":
-            seconds = self._environment.options.agent_timeout_s
-            raise RewardFault(f"the agent took longer than {seconds:g} s")
-        if result.limit is not None:
-            raise RewardFault(f"the agent {result.how}")
+        options = self._environment.options
+        if result.limit == "time" and options.on_timeout == "drop":
+            raise EnvironmentTimeout(f"{_late(options)}; {self._words(result)}")
+        if result.limit not in (None, "time"):
+            raise RewardFault(f"the agent {result.how}; {self._words(result)}")
         return result
+
+    def _words(self, result: SandboxResult) -> str:
+        """The last words of a program, for a fault."""
+        texts = [f"its {name} ends in {text[-_SHOWN:]!r}" for name, text in _texts(result).items()]
+        return " and ".join(texts).replace(self._session.key, REDACTED.decode())
+
+
+def _late(options: AgentOptions) -> str:
+    return f"the agent took longer than {options.agent_timeout_s:g} s"
+
+
+def _texts(result: SandboxResult) -> dict[str, str]:
+    return {
+        name: getattr(result, name).decode(errors="replace").strip()
+        for name in ("stdout", "stderr")
+    }
+
+
+def _shown(printed: Mapping[str, str], key: str) -> Iterator[Message]:
+    """The ends of what an agent printed, as results of no tool, without its key."""
+    for name, text in printed.items():
+        if text := text.replace(key, REDACTED.decode()).strip():
+            cut = len(text) > PRINTED_CHARACTERS_MAX
+            content = f"[{name}]\n{text[-PRINTED_CHARACTERS_MAX:]}"
+            yield Message(role="tool", content=content, cut=cut)
 
 
 class ElsewhereEpisode(AgentEpisode):
@@ -526,11 +614,14 @@ class ElsewhereEpisode(AgentEpisode):
         self._deadline = loop.call_later(options.agent_timeout_s, self._late)
 
     def _late(self) -> None:
-        if not self._offered.outcome.done():
-            seconds = self._environment.options.agent_timeout_s
-            self._offered.outcome.set_exception(
-                RewardFault(f"the agent took longer than {seconds:g} s")
-            )
+        options, outcome = self._environment.options, self._offered.outcome
+        if outcome.done():
+            return
+        if options.on_timeout == "drop":
+            outcome.set_exception(EnvironmentTimeout(_late(options)))
+        else:
+            self.end = TIMEOUT
+            outcome.set_result("")
 
     def silent(self) -> RewardFault:
         self._offered.outcome.result()
@@ -540,6 +631,7 @@ class ElsewhereEpisode(AgentEpisode):
         outcome = self._offered.outcome.result()
         if not isinstance(outcome, str):
             return outcome
+        self.printed = {"output": outcome}
         return await self._in_thread(
             self._environment.reward_of_text, self._example, outcome.strip()
         )

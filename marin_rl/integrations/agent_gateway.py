@@ -29,6 +29,7 @@ from marin_rl.model_apis.call import ModelAnswer, ModelApi, ModelCall, server_se
 from marin_rl.model_apis.chat import ChatCompletions
 from marin_rl.model_apis.messages import AnthropicMessages
 from marin_rl.model_apis.responses import Responses
+from marin_rl.serving.http.errors import ApiError
 
 BODY_BYTES_MAX = 2 << 20
 _DISCARDED = 16  # times a limit that is read of a longer body
@@ -37,18 +38,9 @@ KEEP_ALIVE_S = 10.0
 CLOSE_S = 1.0  # that answers get to be sent after the end
 CHARACTERS_PER_TOKEN = 4  # an estimate, for `count_tokens`
 ENDED = "the session has ended"
+REDACTED = b"..."  # in the place of a key
 # Fields of requests that differ between attempts of the same call.
 _BOOKKEEPING = ("client_metadata", "metadata", "prompt_cache_key", "user")
-
-
-class Refused(Exception):
-    """A request that gets an error in place of an answer."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
-        # what is left of a body that is too long is not read
-        self.headers = {"Connection": "close"} if status == 413 else None
 
 
 @dataclass(slots=True)
@@ -60,6 +52,12 @@ class WaitingCall:
     answered: "asyncio.Future[ModelAnswer]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+    @property
+    def refused(self) -> bool:
+        """True once it is known that no answer comes."""
+        answered = self.answered
+        return answered.done() and (answered.cancelled() or answered.exception() is not None)
 
 
 class Session:
@@ -99,7 +97,7 @@ class Session:
         ]
         return [
             *routes,
-            Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/", _head, methods=["HEAD"]),
         ]
@@ -138,20 +136,28 @@ class Session:
         if self._state.tasks:
             await asyncio.wait(self._state.tasks, timeout=CLOSE_S)
 
+    def refuse(self, waiting: WaitingCall, message: str) -> None:
+        """Answer a call by an error that says that its prompt is too long."""
+        self._waiting.pop(waiting.digest, None)
+        if not waiting.answered.done():
+            waiting.answered.set_exception(ApiError(400, message, code="context_length_exceeded"))
+
     def _endpoint(self, api: type[ModelApi]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
                 waiting = await self._asked(request, api)
-                if waiting.call.stream:
+                streams = waiting.call.stream
+                await asyncio.wait({waiting.answered}, timeout=KEEP_ALIVE_S if streams else None)
+                is_gone = await request.is_disconnected()
+                if streams and not is_gone and not waiting.refused:
                     return StreamingResponse(
                         self._events(api, waiting), media_type="text/event-stream"
                     )
-                answer = await asyncio.shield(waiting.answered)
-                if not await request.is_disconnected():
+                answer = waiting.answered.result()
+                if not is_gone:
                     self._waiting.pop(waiting.digest, None)
-            except Refused as refused:
-                error = api.error(refused.status, str(refused), code=refused.code)
-                return JSONResponse(error, refused.status, refused.headers)
+            except ApiError as error:
+                return JSONResponse(error.body_of(api), error.status, error.headers)
             except asyncio.CancelledError:
                 if self._ended:
                     return JSONResponse(api.error(409, ENDED), 409)
@@ -167,46 +173,64 @@ class Session:
     async def _events(self, api: type[ModelApi], waiting: WaitingCall) -> AsyncIterator[bytes]:
         """The events of an answer, once it is there; comments keep the connection alive before."""
         while not waiting.answered.done():
+            # No empty line after it: some clients would parse an event without data.
+            yield b": waiting\n"
             await asyncio.wait({waiting.answered}, timeout=KEEP_ALIVE_S)
-            if not waiting.answered.done():
-                # No empty line after it: some clients would parse an event without data.
-                yield b": waiting\n"
         with suppress(asyncio.CancelledError):  # the session has ended
-            answer = waiting.answered.result()
+            try:
+                answer = waiting.answered.result()
+            except ApiError as error:
+                writer = api(waiting.call, model=self._model, prompt_tokens=0)
+                yield server_sent(writer.failed(error.body_of(api)))
+                return
             yield server_sent(self._writer(api, waiting.call, answer).events(answer))
             self._waiting.pop(waiting.digest, None)
 
     async def _asked(self, request: Request, api: type[ModelApi]) -> WaitingCall:
-        """The call of a request. Raises Refused."""
-        if not has_key(request, self.key):
-            raise Refused(401, "expected the key of this session")
-        if self._ended:
-            raise Refused(409, ENDED)
-        data = await body_of(request)
+        """The call of a request. Raises ApiError."""
+        data = await self._data(request)
         try:
             body = json.loads(data)
             if not isinstance(body, dict):
                 raise ValueError("expected a JSON object")
             call = api.read(body)
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the request cannot be read: {error}") from None
+            raise ApiError(400, f"the request cannot be read: {error}") from None
         if self.refusal is not None:
-            raise Refused(400, self.refusal, "context_length_exceeded")
+            raise ApiError(400, self.refusal)
         return self._enqueued(body, call)
+
+    async def _data(self, request: Request) -> bytes:
+        """The body of a request that has the key, and without it. Raises ApiError.
+
+        What an agent shows of its variables is kept with its messages.
+        """
+        if not has_key(request, self.key):
+            raise ApiError(401, "expected the key of this session")
+        if self._ended:
+            raise ApiError(409, ENDED)
+        return (await body_of(request)).replace(self.key.encode(), REDACTED)
 
     def _enqueued(self, body: Mapping[str, Any], call: ModelCall) -> WaitingCall:
         """The call of a request; that of an equal one whose answer was not taken yet.
 
-        Raises Refused where too many wait.
+        Raises ApiError where too many wait.
         """
         told = {name: value for name, value in body.items() if name not in _BOOKKEEPING}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         if (waiting := self._waiting.get(digest)) is None:
             if len(self._waiting) >= WAITING_MAX:
-                raise Refused(400, f"expected at most {WAITING_MAX} calls that wait for answers")
+                raise ApiError(400, f"expected at most {WAITING_MAX} calls that wait for answers")
             waiting = self._waiting[digest] = WaitingCall(call, digest)
             self.calls.put_nowait(waiting)
         return waiting
+
+    async def _count_tokens(self, request: Request) -> Response:
+        try:
+            characters = len(await self._data(request))
+        except ApiError as error:
+            return JSONResponse(error.body_of(AnthropicMessages), error.status, error.headers)
+        return JSONResponse({"input_tokens": characters // CHARACTERS_PER_TOKEN})
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model"}]})
@@ -219,7 +243,7 @@ def has_key(request: Request, key: str) -> bool:
 
 
 async def body_of(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
-    """The body of a request. Raises Refused beyond a limit."""
+    """The body of a request. Raises ApiError beyond a limit."""
     data, read = bytearray(), 0
     async for piece in request.stream():
         read += len(piece)
@@ -229,13 +253,10 @@ async def body_of(request: Request, bytes_max: int = BODY_BYTES_MAX) -> bytes:
         elif read > bytes_max * _DISCARDED:
             break
     if read > bytes_max:
-        raise Refused(413, f"expected a body of at most {bytes_max} bytes")
+        # what is left of it is not read
+        too_large = f"expected a body of at most {bytes_max} bytes"
+        raise ApiError(413, too_large, headers={"Connection": "close"})
     return bytes(data)
-
-
-async def _count_tokens(request: Request) -> Response:
-    characters = len(await request.body())
-    return JSONResponse({"input_tokens": characters // CHARACTERS_PER_TOKEN})
 
 
 async def _head(_: Request) -> Response:

@@ -28,8 +28,9 @@ from starlette.types import Receive, Scope, Send
 from marin_rl.config import InferenceConfig
 from marin_rl.errors import ConfigError, InputError, RewardFault
 from marin_rl.finite import reward_number
-from marin_rl.integrations.agent_gateway import ENDED, Refused, Session, body_of, has_key
-from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, listen
+from marin_rl.integrations.agent_gateway import ENDED, Session, body_of, has_key
+from marin_rl.serving.http.auth import Keys, Origins, check_reach, http_server, run_server
+from marin_rl.serving.http.errors import ApiError
 from marin_rl.serving.http.guard import Guard
 
 SUFFIX = ".session"
@@ -98,12 +99,12 @@ class OfferedSession(Session):
     async def _reward(self, request: Request) -> Response:
         try:
             if not has_key(request, self.reward_key):
-                raise Refused(401, "expected the reward key of this session")
+                raise ApiError(401, "expected the reward key of this session")
             if self.outcome.done():
-                raise Refused(409, ENDED)
+                raise ApiError(409, ENDED)
             outcome = outcome_of(orjson.loads(await body_of(request, REWARD_BYTES_MAX)))
-        except Refused as refused:
-            return _refusal(refused)
+        except ApiError as error:
+            return JSONResponse(error.body, error.status, error.headers)
         except ValueError as error:
             return JSONResponse({"error": {"message": str(error)}}, 400)
         if isinstance(outcome, RewardFault):
@@ -159,8 +160,8 @@ class Door:
             return _ended()
         try:
             body = await body_of(request)
-        except Refused as refused:
-            return _refusal(refused)
+        except ApiError as error:
+            return JSONResponse(error.body, error.status, error.headers)
         return await self._ask(socket, request, path, body)
 
     async def _ask(self, socket: Path, request: Request, path: str, body: bytes) -> Response:
@@ -220,11 +221,6 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _refusal(refused: Refused) -> Response:
-    error = {"error": {"message": str(refused)}}
-    return JSONResponse(error, refused.status, refused.headers)
-
-
 def _ended() -> Response:
     return JSONResponse({"error": {"message": ENDED}}, 409)
 
@@ -268,7 +264,4 @@ def serve_sessions(
             "environment.options.sessions: expected a folder, found null: the run starts its "
             "agents by itself, or has an environment of another kind"
         )
-    host, port = address
-    server, listener = door(private_folder(name), inference, host), listen(host, port)
-    ready(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    server.run(sockets=[listener])
+    run_server(door(private_folder(name), inference, address[0]), *address, ready)

@@ -150,7 +150,11 @@ def _atropos(
             "masks": [_where(r, r.token_ids, UNTRAINED_LABEL) for r in members],
             "scores": [rollout.reward for rollout in members],
             "inference_logprobs": [_where(r, r.logprobs, UNTRAINED_LOGPROB) for r in members],
-            "messages": [_messages(rollout.turns) for rollout in members],
+            "messages": [
+                _messages((*sample.prompt, *sample.response))
+                for rollout in members
+                for sample in _samples(group, rollout)
+            ],
             "generation_params": asdict(members[0].sampling),
             "group_overrides": {"run_id": run.run_id, "round": round, "group_id": group.group_id},
         }

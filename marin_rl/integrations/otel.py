@@ -64,7 +64,7 @@ class _Trace:
                 now = later + timedelta(seconds=waited)
                 continue
             read.append(turn)
-            if turn.role == "tool":
+            if turn.tool_call_id is not None:
                 facts = {
                     "gen_ai.operation.name": "execute_tool",
                     "gen_ai.tool.name": turn.tool_name,

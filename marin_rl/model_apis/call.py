@@ -138,6 +138,10 @@ class ModelApi(ABC):
     def body(self, answer: ModelAnswer) -> dict[str, Any]:
         """The answer as a whole, whose pieces were added."""
 
+    def failed(self, error: Mapping[str, Any]) -> list[Event]:
+        """Last events where the answer cannot be completed; `error` is a body of `error`."""
+        return [(None, error)]
+
     def whole(self, answer: ModelAnswer) -> dict[str, Any]:
         for piece in answer.pieces:
             self.add(piece)
@@ -174,10 +178,6 @@ class ItemApi(ModelApi):
 
     @abstractmethod
     def finish(self, answer: ModelAnswer) -> list[Event]: ...
-
-    @abstractmethod
-    def failed(self, error: Mapping[str, Any]) -> list[Event]:
-        """Last events where the answer cannot be completed; `error` is a body of `error`."""
 
     def add(self, piece: Piece) -> list[Event]:
         events = [] if self._begun else self.begin()

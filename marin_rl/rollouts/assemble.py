@@ -251,6 +251,7 @@ class RolloutMaker:
                 ),
                 timing=turn.timing,
             )
+        yield from _turns_of(steps[-1].result.shown)
 
 
 def total_seconds(seconds: Sequence[float | None]) -> float | None:
@@ -422,7 +423,7 @@ def _sample(rollout: Rollout, number: int, start: int, end: int) -> Sample:
 
 def _span(turns: Sequence[Turn], start: int, end: int) -> tuple[int, int]:
     """The first sampled turn of a segment, and the turn after its last one."""
-    first, last, after = len(turns), 0, len(turns)
+    first, last = len(turns), 0
     for place, turn in enumerate(turns):
         if turn.inference_metadata is None:
             continue
@@ -432,4 +433,4 @@ def _span(turns: Sequence[Turn], start: int, end: int) -> tuple[int, int]:
             return first, last + 1
         if begins >= start:
             first, last = min(first, place), place
-    return first, after
+    return first, max(first, last + 1)

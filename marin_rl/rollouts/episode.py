@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -47,7 +47,6 @@ from marin_rl.inference.client.protocol import ChatClient
 from marin_rl.rollouts.partial import PiecewiseClient
 from marin_rl.rollouts.tool_turns import ToolTurns
 from marin_rl.rollouts.trajectories import (
-    ABORTED,
     BRIDGE,
     CONTEXT,
     LENGTH,
@@ -63,6 +62,8 @@ from marin_rl.rollouts.trajectories import (
     check_prompt,
     end_of,
     results_unless_interrupted,
+    too_long,
+    unused,
 )
 from marin_rl.types import Example, Message, Sampling, ServedPolicy, Turn
 
@@ -196,6 +197,13 @@ class EpisodeDriver:
         return self.tool_turns
 
 
+class _Ended(NamedTuple):
+    """End of an episode before a further turn; without a reason, that of its last turn."""
+
+    reason: str | None
+    fault: MarinRLError | None = None
+
+
 @dataclass(slots=True)
 class _Member:
     """A member of a group while it is played, with the turns so far.
@@ -319,27 +327,17 @@ class _Member:
             if len(turns) == driver.turns_max:
                 reason = MAX_TURNS
                 break
-            try:
-                ids = self._next_prompt(turn.result)
-                dialogue, tools = turn.result.after(self.conversations)
-                # Without `tokens_max`, only the number of turns is limited.
-                left = (driver.settings.tokens_max or sys.maxsize) - self.before
-                room = min(driver.context_length, left) - len(ids)
-                if room <= 0:
-                    reason = CONTEXT if len(ids) >= driver.context_length else LENGTH
-                    break
-                sampling = self._sampling(dialogue, tools)
-                sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-                answer = await self._next_turn(dialogue, tools, sampling, ids)
-            except BridgeFault as error:
-                _log.warning("an episode of %r ended early: %s", driver.environment.name, error)
-                reason = BRIDGE
+            following = await self._following()
+            if isinstance(following, _Ended):
+                reason, fault = following.reason or reason, following.fault
                 break
-            except REQUEST_FAULTS as error:
-                fault, reason = error, ABORTED
-                break
+            answer, sampling, (dialogue, tools) = following
             (completion,) = answer.completions
         await _close(self.episode)  # others may wait for what it holds, long before the group ends
+        if driver.environment.own_prompts:
+            for number in unused(turns):
+                result = replace(turns[number].result, trained=False)
+                turns[number] = replace(turns[number], result=result)
         return Trajectory(
             messages=tuple(start.messages),
             turns=tuple(turns),
@@ -347,6 +345,26 @@ class _Member:
             fault=fault,
             unanswered=unanswered,
         )
+
+    async def _following(self) -> "tuple[ChatAnswer, Sampling, Conversation] | _Ended":
+        """Sample the turn after the last one, or return why there is none."""
+        driver, turns = self.driver, self.turns
+        try:
+            ids, room = await self._asked_next()
+            if (result := turns[-1].result).done:
+                return _Ended(result.end)
+            if room <= 0:
+                return _Ended(CONTEXT if len(ids) >= driver.context_length else LENGTH)
+            dialogue, tools = result.after(self.conversations)
+            sampling = self._sampling(dialogue, tools)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+            answer = await self._next_turn(dialogue, tools, sampling, ids)
+        except BridgeFault as error:
+            _log.warning("an episode of %r ended early: %s", driver.environment.name, error)
+            return _Ended(BRIDGE)
+        except (*REQUEST_FAULTS, RewardFault) as error:
+            return _Ended(end_of(error), error)
+        return answer, sampling, (dialogue, tools)
 
     async def _stepped(
         self,
@@ -374,12 +392,9 @@ class _Member:
             malformed=completion.malformed,
         )
         try:
-            result = await self.episode.step(action)
-            result.after(self.conversations)
-            if (reader := self.driver.tool_turns) is not None:
-                result = replace(result, messages=tuple(map(reader.limited, result.messages)))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
-            fault = error if isinstance(error, EndpointUnavailable) else fault_of(error)
+            result = await self._answered(action)
+        except (RewardFault, EndpointUnavailable) as error:
+            fault = error
         turn = SampledTurn(
             answer=answer,
             completion=completion,
@@ -389,6 +404,41 @@ class _Member:
             environment_s=time.monotonic() - began,
         )
         return turn, fault
+
+    async def _answered(self, action: Turn) -> StepResult:
+        """The environment's answer to a turn. Raises RewardFault, EndpointUnavailable."""
+        try:
+            result = await self.episode.step(action)
+            result.after(self.conversations)
+            if (reader := self.driver.tool_turns) is not None:
+                result = replace(result, messages=tuple(map(reader.limited, result.messages)))
+            return result
+        except EndpointUnavailable:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
+            raise fault_of(error) from None
+
+    async def _asked_next(self) -> tuple[Int32[np.ndarray, " P"], int]:
+        """Prompt of the next turn, and the tokens that there is room for after it.
+
+        A program is told of a prompt that is too long, and may ask for less, or end: then the last
+        turn's result is done. Raises BridgeFault, RewardFault, EndpointUnavailable.
+        """
+        driver, settings = self.driver, self.driver.settings
+        attempts = driver.turns_max if driver.environment.own_prompts else 1
+        while True:
+            turn, attempts = self.turns[-1], attempts - 1
+            ids = self._next_prompt(turn.result)
+            # Without `tokens_max`, only the number of turns is limited.
+            left = (settings.tokens_max or sys.maxsize) - self.before
+            limit = min(driver.context_length, left)
+            if len(ids) < limit or not attempts:
+                return ids, limit - len(ids)
+            refusal = Turn(role="system", content=too_long(len(ids), limit))
+            result = replace(await self._answered(refusal), trained=turn.result.trained)
+            self.turns[-1] = replace(turn, result=result)
+            if result.done:
+                return ids, 0
 
     def _sampling(self, dialogue: Sequence[Message], tools: Sequence[Tool]) -> Sampling:
         """Return the sampling of the next turn, which asks this.

@@ -28,6 +28,7 @@ def calls_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list
     ids, mask = np.asarray(row["token_ids"]), np.asarray(row["loss_mask"])
     borders = np.cumsum([0, *(row["segment_lengths"] or [len(ids)])])
     calls, contexts = list[dict[str, Any]](), list[tuple[int, np.ndarray]]()
+    asked = dict[bytes, int]()
     head, segment, begin = 0, -1, 0
     for number, turn in enumerate(turns, 1):
         start, end = turn["start"], turn["end"]
@@ -43,7 +44,9 @@ def calls_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list
                 if np.array_equal(prompt[: len(context)], context)
             ]
             shared, parent = max(parents, default=(0, None))
-            reason = _reason(parent, read, first=not calls)
+            reason = _reason(parent, read, turns[0]) if calls else "first call"
+            if reason != REWRITTEN and (same := asked.get(prompt.tobytes())) is not None:
+                reason = f"asks again for turn {same}"
         else:
             shared, parent, reason = calls[-1]["end"] - begin, calls[-1]["call"], None
         calls.append(
@@ -61,6 +64,7 @@ def calls_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list
             }
         )
         contexts.append((number, ids[begin:end]))
+        asked[ids[begin:start].tobytes()] = number
         head = number
     return calls
 
@@ -89,17 +93,21 @@ def segments_of_rollout(rollout: Rollout) -> list[dict[str, Any]]:
 
 
 def _plain(turn: Turn) -> dict[str, Any]:
-    names = ("role", "start", "end", "inference_metadata")
+    names = ("role", "content", "start", "end", "inference_metadata")
     calls = [{"name": call.name} for call in turn.tool_calls]
     return {name: getattr(turn, name) for name in names} | {"tool_calls": calls}
 
 
-def _reason(parent: int | None, read: Sequence[Mapping[str, Any]], *, first: bool) -> str:
-    if first:
-        return "first call"
+def _reason(
+    parent: int | None, read: Sequence[Mapping[str, Any]], opening: Mapping[str, Any]
+) -> str:
     if any(turn["role"] == "assistant" for turn in read):
         return REWRITTEN
-    return "another prompt" if parent is None else f"goes back to turn {parent}"
+    if parent is not None:
+        return f"goes back to turn {parent}"
+    if read and read[0]["role"] == "system" and read[0]["content"] != opening["content"]:
+        return "another system prompt"
+    return "another prompt"
 
 
 def _about(segment: Mapping[str, Any]) -> str:

@@ -19,11 +19,12 @@ import pyarrow as pa
 
 from marin_rl.config import Config, EnvironmentConfig
 from marin_rl.environments.base import Environment, reward_of
-from marin_rl.environments.episode import StepResult
+from marin_rl.environments.episode import Conversation, StepResult
 from marin_rl.environments.episode_pool import PlayedEpisode, open_episodes
 from marin_rl.environments.registry import EnvironmentPart, construct, loaded_environment, part_for
 from marin_rl.environments.scoring import Score, Scorer, fault_of, scorer_for
 from marin_rl.errors import InputError, MarinRLError, RewardFault
+from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.replay_calls import replayed_calls
 from marin_rl.rollouts.tool_turns import ToolTurns, score_recorded
 from marin_rl.rollouts.trajectories import (
@@ -34,6 +35,7 @@ from marin_rl.rollouts.trajectories import (
     all_of,
     end_of,
     last_completion,
+    too_long,
 )
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.provenance import code_version
@@ -46,6 +48,7 @@ from marin_rl.storage.tables.rewards import (
     committed_rewards,
 )
 from marin_rl.storage.tables.rollouts import groups_of, iter_row_groups, rollouts_manifest
+from marin_rl.tokenizers import template_options
 from marin_rl.types import Message, Rollout, RolloutGroup, Turn
 from marin_rl.user_code import parse_spec, pin
 from schemas.tables import REWARDS
@@ -165,6 +168,9 @@ class _Replayer:
     def __init__(self, config: Config, part: EnvironmentPart, places: asyncio.Semaphore) -> None:
         self._environment, self._settings, self._places = part.environment, part.config, places
         self._tool_turns = ToolTurns(config.policy, part.config)
+        options = template_options(config.policy, part.config)
+        self._bridge = TemplateBridge(config.policy, options)
+        self._context_length = config.policy.context_length
         learned = config.environment.reward_model
         self._by_steps = {"steps"} if learned is None else {"steps", learned.name}
 
@@ -203,10 +209,15 @@ class _Replayer:
             return
         number = 0
         try:
-            async for number, difference in replayed_calls(episode, rollout, self._tool_turns):
+            requests = replayed_calls(episode, rollout, self._tool_turns, self._refusal)
+            async for number, difference in requests:
                 yield ReplayedTurn(turn=number, difference=difference)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is other people's code
             yield ReplayedTurn(turn=number + 1, difference=f"now {fault_of(error)}")
+
+    def _refusal(self, conversation: Conversation) -> str | None:
+        tokens, limit = len(self._bridge.prompt(*conversation)), self._context_length
+        return too_long(tokens, limit) if tokens >= limit else None
 
     async def _turns(self, episode: PlayedEpisode, rollout: Rollout):
         """Turns in order, up to the first that differs."""

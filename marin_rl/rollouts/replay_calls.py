@@ -6,7 +6,7 @@ conversation: the turn that it goes on from, and the messages that it adds.
 
 import json
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import count
 
 from marin_rl.environments.episode import Conversation
@@ -21,11 +21,15 @@ _SHOWN = 120
 
 
 async def replayed_calls(
-    episode: PlayedEpisode, rollout: Rollout, tool_turns: ToolTurns
+    episode: PlayedEpisode,
+    rollout: Rollout,
+    tool_turns: ToolTurns,
+    refusal: Callable[[Conversation], str | None],
 ) -> AsyncIterator[tuple[int, str | None]]:
     """Yield each answered request by its number, and the last with the difference, if any.
 
-    0 is the first request. Raises what the episode raises.
+    0 is the first request. `refusal` is what one is told that leaves no room for an answer. Raises
+    what the episode raises.
     """
     recorded = _recorded(rollout)
     start = await episode.start()
@@ -35,17 +39,20 @@ async def replayed_calls(
     for number in count():
         key = _known_by(asked)
         calls = recorded[key] or recorded[None, key[1]]  # of a prompt that was rendered again
-        if not calls:
+        if not calls and (words := refusal(conversation)) is not None:
+            result = await episode.step(Turn(role="system", content=words))
+        elif not calls:
             over = rollout.status != "complete" and not any(recorded.values())
             shown = repr(asked[1][-1].content[:_SHOWN])
             yield number, None if over else f"no recorded call goes on with {shown}"
             return
-        yield number, None
-        place, turn = calls.popleft()
-        action = tool_turns.recorded(rollout, turn, conversation[1], number)
-        played.append(([*conversation[0], action.message], conversation[1]))
-        places.append(place)
-        result = await episode.step(action)
+        else:
+            yield number, None
+            place, turn = calls.popleft()
+            action = tool_turns.recorded(rollout, turn, conversation[1], len(played))
+            played.append(([*conversation[0], action.message], conversation[1]))
+            places.append(place)
+            result = await episode.step(action)
         if result.done:
             yield number + 1, _difference(rollout, result.received, recorded.values())
             return

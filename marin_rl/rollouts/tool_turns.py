@@ -137,6 +137,8 @@ class ToolTurns:
         turns = list(rollout.turns)
         while turns and turns[0].inference_metadata is None:
             del turns[0]
+        while turns and turns[-1].inference_metadata is None:
+            del turns[-1]
         return tuple(
             self.recorded(rollout, turn, called_tools(turn.tool_calls), number).message
             for number, turn in enumerate(turns)

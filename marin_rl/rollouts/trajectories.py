@@ -9,6 +9,7 @@ before a group. Leaves out how turns are sampled (`episode`) and the rollouts th
 
 import asyncio
 import hashlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -163,6 +164,27 @@ class Trajectory:
     def scored(self) -> bool:
         """True where the environment scores the finished episode."""
         return self.reward is None or any(turn.result.scored for turn in self.turns)
+
+
+def unused(turns: Sequence[SampledTurn]) -> set[int]:
+    """Return the turns, by number, that a program asked for again and did not go on from.
+
+    Of turns after the same prompt, it uses those that it goes on from, or, without any, the last.
+    """
+    parents = set[int]()
+    for number, turn in enumerate(turns[:-1]):
+        if turn.result.opening is None:
+            parents.add(number if turn.result.parent is None else turn.result.parent)
+    alike = defaultdict[bytes, list[int]](list)
+    for number, turn in enumerate(turns):
+        alike[turn.answer.prompt_token_ids.tobytes()].append(number)
+    used = {n for same in alike.values() for n in parents.intersection(same) or same[-1:]}
+    return set(range(len(turns))) - used
+
+
+def too_long(tokens: int, limit: int) -> str:
+    """Return why a prompt leaves no room, in the words that agents know from Anthropic's API."""
+    return f"prompt is too long: {tokens} tokens > {limit - 1} maximum"
 
 
 def end_of(fault: MarinRLError) -> str:

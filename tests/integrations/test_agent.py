@@ -2,18 +2,22 @@
 
 import itertools
 import json
+import os
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attacks.test_sandbox import PRELUDE, REFUSED
 from support.run_factories import audit_round
 from support.sandboxes import reason_to_skip
 from support.scripted_policies import play, record, tool_run, write_tokenizer
 from support.templates import QWEN
 
+from marin_rl.analysis.dialogues import rollout_named
 from marin_rl.analysis.query import answer_rows
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config
@@ -21,9 +25,9 @@ from marin_rl.environments.checks import environment_of
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.rollouts.assemble import samples_of
 from marin_rl.rollouts.replay import replay_rollouts
-from marin_rl.storage.runs import committed, rollouts_slot
+from marin_rl.storage.runs import Run, committed, rollouts_slot
 from marin_rl.storage.tables.batches import read_batches
-from marin_rl.types import Message, Rollout
+from marin_rl.types import Message, Rollout, Turn
 
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
 
@@ -101,6 +105,26 @@ def count(messages: Sequence[Message], member: int) -> str:
     return f"turn {len(messages)} of {member}"
 
 
+def printed(rollout: Rollout) -> dict[str, Turn]:
+    """The output that the end of a rollout shows, by its name."""
+    shown = [turn for turn in rollout.turns if turn.role == "tool" and turn.tool_name is None]
+    assert [*rollout.turns[len(rollout.turns) - len(shown) :]] == shown
+    return {turn.content.partition("]")[0][1:]: turn for turn in shown}
+
+
+def roles(rollout: Rollout) -> list[str]:
+    return [turn.role for turn in rollout.turns[: len(rollout.turns) - len(printed(rollout))]]
+
+
+def check_batch(run: Run, rollouts: Sequence[Rollout]) -> None:
+    """Build the first round; its batch has all tokens that are trained, and no audit objects."""
+    ref = committed(run, rollouts_slot(0))
+    assert ref is not None
+    trained = sum(batch.loss_mask.sum() for batch in read_batches(run, build_round(run, 0, ref)))
+    assert trained in (0, sum(rollout.loss_mask.sum() for rollout in rollouts))
+    assert audit_round(run, 0).offences == {}
+
+
 def segments(rollout: Rollout, array: np.ndarray) -> list[list[int]]:
     lengths = rollout.segment_lengths or (len(array),)
     return [part.tolist() for part in np.split(array, np.cumsum(lengths)[:-1])]
@@ -123,8 +147,7 @@ print("x" * (len(messages) + int(messages[1]["content"][-1])))
     for rollout in group.rollouts:
         assert (rollout.status, rollout.finish_reason) == ("complete", "stop")
         assert rollout.segment_lengths is None
-        roles = [turn.role for turn in rollout.turns]
-        assert roles == ["user", "assistant"] * 3
+        assert roles(rollout) == ["user", "assistant"] * 3
         said = [turn.content for turn in rollout.turns if turn.role == "assistant"]
         assert rollout.reward == 7 + int(said[0][-1])
         assert said[1:] == ["turn 3 of 0", "turn 5 of 0"]
@@ -132,11 +155,7 @@ print("x" * (len(messages) + int(messages[1]["content"][-1])))
         spans = [range(t.start or 0, t.end or 0) for t in rollout.turns if t.role == "assistant"]
         trained = np.flatnonzero(rollout.loss_mask).tolist()
         assert trained == [place for span in spans for place in span]
-    ref = committed(run, rollouts_slot(0))
-    assert ref is not None
-    (batch,) = read_batches(run, build_round(run, 0, ref))
-    assert batch.loss_mask.sum() == sum(rollout.loss_mask.sum() for rollout in group.rollouts)
-    assert audit_round(run, 0).offences == {}
+    check_batch(run, group.rollouts)
 
 
 def test_a_rewritten_history_begins_a_segment_and_each_token_is_trained_once(
@@ -152,7 +171,7 @@ print("done")
     rollout, _ = rollouts_of(configured(tmp_path, program), count)
     assert rollout.segment_lengths is not None
     assert len(rollout.segment_lengths) == 3
-    assert [turn.role for turn in rollout.turns] == [
+    assert roles(rollout) == [
         "user", "assistant", "system", "user", "assistant", "user", "assistant", "user",
         "assistant",
     ]  # fmt: skip
@@ -188,7 +207,7 @@ print("x" * (1 + int(answer["content"][-1])))
         assert [(row["call"], row["segment"], row["parent"], row["reason"]) for row in own] == [
             (2, 0, None, "first call"),
             (4, 0, 2, None),
-            (7, 1, None, "another prompt"),
+            (7, 1, None, "another system prompt"),
             (9, 2, 2, "goes back to turn 2"),
             (13, 3, None, "rewritten history"),
         ]
@@ -203,11 +222,7 @@ print("x" * (1 + int(answer["content"][-1])))
             assert sample.response[0] is sampled[0]
             n_sampled = sum(len(turn.logprobs) for turn in sampled if turn.logprobs is not None)
             assert np.count_nonzero(sample.logprobs) == n_sampled
-    ref = committed(run, rollouts_slot(0))
-    assert ref is not None
-    (batch,) = read_batches(run, build_round(run, 0, ref))
-    assert batch.loss_mask.sum() == sum(rollout.loss_mask.sum() for rollout in group.rollouts)
-    assert audit_round(run, 0).offences == {}
+    check_batch(run, group.rollouts)
 
 
 @pytest.mark.parametrize("train", ["mine", "rewards.py:not_there", "no_module_of_ours:f"])
@@ -259,24 +274,85 @@ print(json.dumps(said))
     assert rollout.error is None
     assert rollout.reward == len(json.dumps(["it is 5"] * 3))
     # each conversation is a segment, and its second call goes on from the first
-    assert [turn.role for turn in rollout.turns] == ["user", "assistant", "tool", "assistant"] * 3
+    assert roles(rollout) == ["user", "assistant", "tool", "assistant"] * 3
     assert rollout.segment_lengths is not None
     assert len(rollout.segment_lengths) == 3
-    assert [t.tool_name for t in rollout.turns if t.role == "tool"] == ["add"] * 3
+    assert [t.tool_name for t in rollout.turns if t.role == "tool"][:3] == ["add"] * 3
 
 
-def test_a_conversation_beyond_the_context_ends_its_rollout_without_a_reward(
-    tmp_path: Path,
+COMPACTING = """
+answer = ask(first)
+going_on = [*first, answer, {"role": "user", "content": "x " * 20_000}]
+for path, body, code in (
+    ("/chat/completions", {"messages": going_on}, "context_length_exceeded"),
+    ("/responses", {"input": going_on, "stream": True}, "context_length_exceeded"),
+    ("/messages", {"messages": going_on, "max_tokens": 9}, "context_length_exceeded"),
+):
+    status, text = post(path, body)
+    error = json.loads(text)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error"), text
+    assert error["message"].startswith("prompt is too long: "), text
+    assert error.get("code") in (code, None), text
+if AGAIN:
+    messages = [*first, answer, {"role": "user", "content": "so"}]
+    print(ask(messages)["content"])
+else:
+    print("ended")
+"""
+
+
+@pytest.mark.parametrize(("again", "turns"), [("again", 2), ("", 1)])
+def test_a_program_hears_of_a_prompt_beyond_the_context_and_asks_for_less_or_ends(
+    tmp_path: Path, again: str, turns: int
 ) -> None:
+    config = configured(tmp_path, f"AGAIN = {again!r}" + COMPACTING)
+    run, (group,) = record(config, count)
+    for rollout in group.rollouts:
+        assert (rollout.status, rollout.finish_reason) == ("complete", "stop"), rollout.error
+        assert rollout.reward == len("turn 3 of 0" if again else "ended")
+        assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
+        assert rollout.segment_lengths is None
+        assert rollout.n_completion_tokens == rollout.loss_mask.sum()
+    assert replay_rollouts(run, 0).equal
+
+
+def test_a_program_that_asks_for_too_much_for_ever_ends_without_a_reward(tmp_path: Path) -> None:
     program = """
 ask(first)
-ask([{"role": "user", "content": "x " * 20_000}])
-print("never printed")
+while True:
+    post("/chat/completions", {"messages": [{"role": "user", "content": "x " * 20_000}]})
 """
-    for rollout in rollouts_of(configured(tmp_path, program), count):
+    for rollout in rollouts_of(configured(tmp_path, program, settings={"turns_max": 4}), count):
         assert (rollout.status, rollout.finish_reason) == ("truncated", "context")
         assert rollout.reward == 0.0
         assert [component.name for component in rollout.reward_components] == ["unfinished"]
+
+
+def test_of_questions_that_are_asked_again_the_answer_that_is_used_is_trained(
+    tmp_path: Path,
+) -> None:
+    program = """
+first_time, again, last = ask(first), ask(first), ask(first)
+ask([*first, again, {"role": "user", "content": "so"}])
+for _ in range(2):
+    ask([*first, again, {"role": "user", "content": "why"}])
+print("done")
+"""
+    numbers = itertools.count()
+    run, (group,) = record(configured(tmp_path, program), lambda *_: f"answer {next(numbers)}")
+    answer = answer_rows(run.config.root, run.run_id, "select * from calls order by all")
+    rows = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    for rollout in group.rollouts:
+        own = [row for row in rows if row["rollout_id"] == rollout.rollout_id]
+        trained = [row["n_trained"] == row["n_sampled"] for row in own]
+        assert trained == [False, True, True, False, False, True], own
+        assert [row["reason"] for row in own if row["call"] in (4, 8, 12)] == [
+            "asks again for turn 2", "asks again for turn 4", "asks again for turn 10",
+        ], own  # fmt: skip
+        assert {row["n_trained"] for row, whole in zip(own, trained, strict=True) if not whole} == {
+            0
+        }
+    check_batch(run, group.rollouts)
 
 
 def test_members_may_start_with_prompts_of_their_own(tmp_path: Path) -> None:
@@ -309,7 +385,7 @@ print("done")
                     asked = turn.content
                 elif turn.inference_metadata is not None:
                     seed = turn.inference_metadata.sampling.seed
-                    given[-1].setdefault(asked, []).append(seed)
+                    given[-1].setdefault(asked, []).append(seed or 0)
         return given
 
     first, second = seeds("one", "abca"), seeds("two", "caab")
@@ -402,7 +478,7 @@ print("x" * turns)
         (
             "ask(first)\nwhile True: pass",
             {"agent_timeout_s": 5.0},
-            "RewardFault: the agent took longer than 5 s",
+            "EnvironmentTimeout: the agent took longer than 5 s; its stdout ends in ''",
         ),
         ("ask(first)\nprint('x' * 3000)", {"output_bytes_max": 2048}, "limit of output"),
     ],
@@ -415,6 +491,83 @@ def test_an_agent_that_breaks_a_limit_costs_its_rollout_alone(
         assert rollout.status == "error"
         assert rollout.error is not None
         assert re.search(error, rollout.error)
+
+
+def test_a_program_that_hangs_is_scored_where_the_run_says_so(tmp_path: Path) -> None:
+    program = "ask(first)\nprint('so far', flush=True)\nwhile True: pass"
+    config = configured(tmp_path, program, agent_timeout_s=5.0, on_timeout="score")
+    for rollout in rollouts_of(config, count):
+        assert (rollout.status, rollout.finish_reason) == ("complete", "timeout")
+        assert rollout.reward == len("so far")
+
+
+def test_output_of_a_program_is_kept_with_its_rollout_without_its_key(tmp_path: Path) -> None:
+    program = """
+ask([*first, {"role": "user", "content": json.dumps(dict(os.environ))}])
+print("o" * 5000 + "last", os.environ["OPENAI_API_KEY"])
+print(os.environ["ANTHROPIC_API_KEY"], file=sys.stderr)
+raise SystemExit(3)
+"""
+    check = ["{python}", "-c", "print('checked'); raise SystemExit(4)"]
+    run, (group,) = record(configured(tmp_path, program, check=check), count)
+    for rollout in group.rollouts:
+        assert (rollout.reward, rollout.finish_reason) == (0.0, "exit 3")
+        assert '"OPENAI_API_KEY": "..."' in rollout.turns[1].content
+        kept = printed(rollout)
+        assert kept["stdout"].content == "[stdout]\n" + "o" * (4096 - 8) + "last ..."
+        assert kept["stdout"].cut
+        assert kept["stderr"].content == "[stderr]\n..."
+        assert kept["check"].content == "[check]\nexit status 4\nchecked"
+        (sample,) = samples_of(rollout)
+        assert [turn.role for turn in sample.response] == ["assistant"]
+    shown = rollout_named(run, group.rollouts[0].rollout_id)
+    assert [turn["content"][-3:] for turn in shown["turns"][-3:]] == ["...", "...", "ked"]
+    check_batch(run, group.rollouts)
+
+
+def test_files_of_a_row_lie_in_its_folder(tmp_path: Path) -> None:
+    program = """
+ask(first)
+print(open("input/text").read(), end="")
+"""
+
+    def with_files(name: str, files: Any) -> Config:
+        (tmp_path / name).mkdir()
+        config = configured(tmp_path / name, program)
+        rows = [{"prompt": f"say {n}", "answer": "x", "files": files} for n in range(4)]
+        (tmp_path / name / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        return config
+
+    rollouts = rollouts_of(with_files("there", {"input/text": "12345"}), count)
+    assert [rollout.reward for rollout in rollouts] == [5.0, 5.0]
+    wrong: list[Any] = [{"../out": "x"}, {"/out": "x"}, {"name": 3}, ["name"]]
+    for number, files in enumerate(wrong):
+        with pytest.raises(InputError, match=r"example .*expected (texts by|a plain)"):
+            play(with_files(f"wrong {number}", files), count)
+
+
+@pytest.mark.parametrize("name", ["command", "check"])
+@pytest.mark.parametrize("program", ["no-such-program", "/usr/bin/none", "./none", "data", "/tmp"])
+def test_a_program_that_cannot_be_started_is_refused(
+    tmp_path: Path, name: str, program: str
+) -> None:
+    options: dict[str, Any] = {name: [program, "x"]}
+    config = configured(tmp_path, "", **options)
+    (tmp_path / "work/data").write_text("no program")
+    with pytest.raises(ConfigError, match=rf"environment\.options\.{name}: expected a program"):
+        play(config, count)
+
+
+@pytest.mark.parametrize("check", ["/bin/sh", "sh", "./run", "/work/run"])
+def test_a_check_may_be_a_program_of_the_system_or_of_the_folder(
+    tmp_path: Path, check: str
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/run").write_text("#!/bin/sh\ntest -f task.json\n")
+    (tmp_path / "work/run").chmod(0o755)
+    arguments = ["-c", "test -f task.json"] if check.endswith("sh") else []
+    config = configured(tmp_path, "ask(first)", check=[check, *arguments])
+    assert [rollout.reward for rollout in rollouts_of(config, count)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -525,3 +678,103 @@ print("done")
         assert rollout.error is None
         assert rollout.reward == 4.0
         assert len([turn for turn in rollout.turns if turn.role == "assistant"]) < 60
+
+
+ESCAPING = """
+ask(first)
+results = {}
+SECRET, PORT, PID = VALUES
+os.symlink(SECRET, "link")
+for place in (SECRET, "link", "/etc/passwd", "/etc/shadow"):
+    results["read " + place] = attempt(open, place)
+for place in ("/usr/new", "/new", "/dev/new", "/proc/sys/kernel/core_pattern"):
+    results["write " + place] = attempt(open, place, "w")
+results["signal"] = attempt(os.kill, PID, 0)
+results["host"] = attempt(socket.create_connection, ("127.0.0.1", PORT), 5)
+results["network"] = attempt(socket.create_connection, ("192.0.2.1", 80), 5)
+results["vsock"] = attempt(socket.socket, 40, socket.SOCK_STREAM)
+results["packets"] = attempt(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+results["rights"] = f"{os.getuid() > 0} {status['NoNewPrivs'].strip()} {int(status['CapBnd'], 16)}"
+variables = b""
+for process in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):
+        variables += open(f"/proc/{process}/environ", "rb").read()
+results["variables"] = str(b"secret" in variables)
+print(json.dumps(results))
+"""
+
+
+def test_the_escapes_of_the_attack_suite_fail_from_inside_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    (tmp_path / "secret").write_text("secret")
+    calls = "".join(f"results[{name!r}] = error({call})\n" for name, call in REFUSED.items())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        values = str(tmp_path / "secret"), server.getsockname()[1], os.getpid()
+        program = PRELUDE + f"import contextlib\nVALUES = {values!r}" + ESCAPING
+        program = program.replace("print(json", calls + "print(json")
+        rollouts = rollouts_of(configured(tmp_path, program), count)
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    for rollout in rollouts:
+        assert rollout.finish_reason == "stop", rollout.turns[-1].content
+        found = json.loads(printed(rollout)["stdout"].content.removeprefix("[stdout]"))
+        assert {found.pop(name) for name in REFUSED} <= {"EPERM", "EINVAL"}
+        wanted = {"signal": "ESRCH", "host": "ECONNREFUSED", "network": "ENETUNREACH",
+                  "vsock": "EAFNOSUPPORT", "packets": "EAFNOSUPPORT", "rights": "True 1 0",
+                  "variables": "False"}  # fmt: skip
+        for name, result in found.items():
+            assert result == wanted.get(name, result)
+            assert name in wanted or result in ("ENOENT", "EACCES", "EROFS"), (name, result)
+        assert wanted.keys() <= found.keys()
+
+
+def test_a_slow_agent_stalls_no_other(tmp_path: Path) -> None:
+    program = """
+import time
+answer = ask(first)
+if answer["content"] == "answer 0":
+    time.sleep(5)
+for number in range(4):
+    ask([*first, answer, {"role": "user", "content": f"{answer['content']} {number}"}])
+print("ok")
+"""
+    numbers, asked = itertools.count(), list[str]()
+
+    def script(messages: Sequence[Message], _: int) -> str:
+        asked.append(messages[-1].content)
+        return f"answer {next(numbers)}" if len(messages) == 1 else "so"
+
+    rollouts = rollouts_of(configured(tmp_path, program), script)
+    assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
+    later = [text for text in asked if text.startswith("answer")]
+    assert later == [f"answer {agent} {number}" for agent in (1, 0) for number in range(4)]
+
+
+def test_a_body_of_a_gigabyte_is_cut_off_and_the_agent_goes_on(tmp_path: Path) -> None:
+    program = """
+import http.client, urllib.parse
+address = urllib.parse.urlparse(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(address.hostname, address.port)
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+sent = 0
+def pieces():
+    global sent
+    for _ in range(1024):
+        yield bytes(1 << 20)
+        sent += 1
+try:
+    connection.request("POST", "/v1/messages", pieces(), headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+except OSError:
+    pass
+assert sent < 512, sent
+ask(first)
+print("ok")
+"""
+    assert [rollout.reward for rollout in rollouts_of(configured(tmp_path, program), count)] == [
+        2.0, 2.0,
+    ]  # fmt: skip

@@ -168,11 +168,16 @@ def test_a_body_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> N
     async def body(_: Session, client: httpx.AsyncClient) -> None:
         with suppress(httpx.WriteError):  # the session has closed the connection
             assert (await client.post("/v1/responses", content=pieces())).status_code == 413
+        with suppress(httpx.WriteError):
+            counted = await client.post("/v1/messages/count_tokens", content=pieces())
+            assert counted.status_code == 413
+        other = await client.post("/v1/messages/count_tokens", headers={"x-api-key": "x"})
+        assert other.status_code == 401
         asked = await client.post("/v1/responses", json={"input": "x"})
         assert asked.status_code == 200
 
     run(tmp_path, ANSWERS["text"], body)
-    assert sent < 128
+    assert sent < 256
 
 
 def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(

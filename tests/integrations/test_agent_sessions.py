@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integrations.test_agent import configured, count
+from integrations.test_agent import configured, count, printed, roles
 from support.scripted_policies import play, record
 
 from marin_rl.config import Config
@@ -135,7 +135,8 @@ def test_agents_elsewhere_play_the_members_of_a_group(tmp_path: Path) -> None:
         rollouts = played(config, url, [talks, is_rewarded])
     by_reward = {rollout.reward: rollout for rollout in rollouts}
     assert set(by_reward) == {5.0, 0.75}
-    assert [turn.role for turn in by_reward[5.0].turns] == ["user", "assistant"] * 2
+    assert roles(by_reward[5.0]) == ["user", "assistant"] * 2
+    assert printed(by_reward[5.0])["output"].content == "[output]\n12345"
     assert by_reward[5.0].segment_lengths is None
     assert {part.name: part.value for part in by_reward[0.75].turns[-1].rewards} == {
         "tests": 0.5,
