@@ -13,7 +13,7 @@ committed, those of a stream once sealed rounds have all their groups.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -57,7 +57,7 @@ class GroupLog:
         # One wave for all chains: a bucket answers many reads in the time of one.
         while waiting:
             keys = [self._next_key(chain) for chain in waiting]
-            present = zip(waiting, keys, iter_present(self.run.store, keys), strict=True)
+            present = zip(waiting, keys, self._load(keys), strict=True)
             waiting = []
             for chain, key, data in present:
                 if data is not None:
@@ -71,18 +71,7 @@ class GroupLog:
         self, chain: str, groups: Sequence[RolloutGroup]
     ) -> tuple[Sequence[RolloutGroup], bool]:
         """Commit groups as the next object; those that are committed there, and True if ours."""
-        key = self._next_key(chain)
-        data, ours = commit_groups(
-            self.run,
-            key,
-            groups,
-            round=self.round,
-            shard=self.shard,
-            fingerprint=self.fingerprint,
-            policy=self.policy,
-            stamp=self.stamp,
-        )
-        committed = groups if ours else self._decoded(key, data)
+        committed, ours = self._commit(self._next_key(chain), groups)
         self._count(chain, committed)
         return committed, ours
 
@@ -109,6 +98,8 @@ class GroupLog:
         self.lengths[chain] += 1
         self.group_ids.setdefault(chain, set()).update(group.group_id for group in groups)
 
+    # The three methods that touch bytes: simulations of the protocol replace them.
+
     def _decoded(self, key: str, data: bytes | pa.Buffer) -> Sequence[RolloutGroup]:
         source = self.run.store.url_of(key)
         _, theirs = identify_shard(data, source)
@@ -127,6 +118,24 @@ class GroupLog:
             )
             for group in groups_of(table)
         ]
+
+    def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
+        return iter_present(self.run.store, keys)
+
+    def _commit(
+        self, key: str, groups: Sequence[RolloutGroup]
+    ) -> tuple[Sequence[RolloutGroup], bool]:
+        data, ours = commit_groups(
+            self.run,
+            key,
+            groups,
+            round=self.round,
+            shard=self.shard,
+            fingerprint=self.fingerprint,
+            policy=self.policy,
+            stamp=self.stamp,
+        )
+        return (groups if ours else self._decoded(key, data)), ours
 
 
 def _of_shard(
