@@ -32,7 +32,7 @@ COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
 PROCESS_ID = "MARIN_RL_PROCESS_ID"
 
 # A peer that is silent for so long is dead; without a reason to hurry, processes leave together.
-HEARTBEAT_S, SHUTDOWN_S = 30, 10
+HEARTBEAT_S, SHUTDOWN_S = 45, 10
 LEFT_S = 1  # from what others say last to their end, before which JAX would abort them aloud
 NAMED_MAX = 5  # differences between two processes that an error names
 COMPARED_BYTES = 2**24  # of each file that a configuration names
