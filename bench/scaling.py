@@ -1,7 +1,7 @@
 """Scaling of training over processes: measured on this machine's CPU, and on paper beyond it.
 
     python bench/scaling.py                         # 1, 2 and 4 processes share 4 CPU devices
-    python bench/scaling.py --paper 7.6e9 --row 8192
+    python bench/scaling.py --paper --row 8192
 
 Measured are seconds of training a round after the first, of the same rounds; what several processes
 take longer than one with as many devices is communication, since the devices share the same cores.
@@ -44,10 +44,11 @@ KINDS = {
 def main() -> None:
     """Measure, or compute, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--paper", type=float, metavar="PARAMETERS", help="compute, for a model")
+    parser.add_argument("--paper", action="store_true", help="compute")
     parser.add_argument("--row", type=int, default=8192, help="tokens of a row, on paper")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     options = parser.parse_args()
+    print_head()
     if options.paper:
         counts = (8, 32, 128, 256)
         print("| kind |", *(f"{count} |" for count in counts))
@@ -55,7 +56,6 @@ def main() -> None:
             shares = (communication(kind, count, options.row) for count in counts)
             print(f"| {kind} |", *(f"{1 - share:.0%} |" for share in shares))
         return
-    print_head()
     print("| processes | devices of each | s a round | efficiency | communication |")
     seconds = dict[int, float]()
     for count in options.processes:

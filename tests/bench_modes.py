@@ -81,6 +81,10 @@ MODES = {
                  "--peak-tflops", "0.2"),
         shows=('"mfu": 0.',),
     ),
+    "scaling": Mode(
+        command=("scaling.py", "--paper"),
+        shows=("| H100 | 91% | 90% | 89% | 89% |",),
+    ),
     "gpu": Mode(
         command=("gpu.py", "--tiny", "--only", "roofs,decode", "--output", "{folder}"),
         shows=('"copy_gb_s": ', '"form": "one block"', "share of the bandwidth roof"),

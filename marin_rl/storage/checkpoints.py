@@ -8,7 +8,6 @@ verifies each before it is used. Checkpoints of earlier versions are folders of 
 
 import logging
 import math
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -411,46 +410,18 @@ def _orbax_handler() -> Any:
 
 @contextmanager
 def _orbax_folder(run: Run, manifest: Manifest) -> Iterator[Path]:
-    """A folder of this machine that holds the verified files of a checkpoint."""
-
-    def each_file(use: Callable[[Part, pa.Buffer], Any]) -> None:
-        with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
-            verify = lambda part: use(part, _verified(run, manifest, part))
-            list(pool.map(verify, array_parts(manifest)))
-
-    local = run.store.local_path(f"{manifest.slot}/{manifest.attempt}")
-    if local is not None:
-        # Before Orbax opens anything, because it checks no digests.
-        each_file(lambda part, data: None)
-        _check_alone(local, manifest)
-        yield local
-        return
+    """A copy of a checkpoint's verified files, beside which Orbax finds no others."""
     with tempfile.TemporaryDirectory(prefix="marin-rl-checkpoint-") as name:
         staged = Path(name)
 
-        def keep(part: Part, data: pa.Buffer) -> None:
+        def keep(part: Part) -> None:
             file = staged / part.name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(memoryview(data))
+            file.write_bytes(memoryview(_verified(run, manifest, part)))
 
-        # Only verified files reach the temporary folder, so nothing else needs to be ruled out.
-        each_file(keep)
+        with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
+            list(pool.map(keep, array_parts(manifest)))
         yield staged / manifest.attempt
-
-
-def _check_alone(folder: Path, manifest: Manifest) -> None:
-    """Raise CorruptObject for a file that Orbax might open, and that the manifest does not name."""
-    named = {part.name for part in array_parts(manifest)}
-    for place, folders, names in os.walk(folder):
-        # os.walk counts links to folders as folders and does not enter them; Orbax might.
-        links = (name for name in folders if Path(place, name).is_symlink())
-        for name in (*names, *links):
-            path = Path(place, name)
-            if f"{manifest.attempt}/{path.relative_to(folder).as_posix()}" not in named:
-                raise CorruptObject(
-                    f"{path}: expected the files that the manifest of {manifest.slot} names and no "
-                    "others, because restoring the arrays would read it: remove it"
-                )
 
 
 # ---------------------------------------------------------------- trees
