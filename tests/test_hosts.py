@@ -433,7 +433,7 @@ def test_a_process_that_cannot_write_is_named_and_the_same_command_goes_on(
         (["mesh.fsdp=2"], "does not fit 4 devices of 2 process(es): make their product equal"),
         (
             ["mesh.tensor=2", "policy.model.kv_heads=1"],
-            "mesh.tensor is 2, but axis kv_head of transformer/layers/stacked/self_attn/k_proj/",
+            "mesh.tensor is 2, but axis kv_head of transformer/layers/stacked/self_attn/q_proj/",
         ),
         (
             [f"policy.model.{size}" for size in ("hidden_size=30", "heads=3", "kv_heads=3")],
