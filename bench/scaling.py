@@ -29,7 +29,7 @@ from marin_rl.storage.tables.metrics import read_metrics
 DEVICES, ROUNDS, PEAK_SHARE = 4, 4, 0.4
 MODEL = "{hidden_size: 256, layers: 4, heads: 4, kv_heads: 4, intermediate_size: 1024}"
 CHANGES = (
-    f"policy.model={MODEL}", f"rounds={ROUNDS}", "mesh.fsdp=-1", "evaluation.every_rounds=null",
+    f"policy.model={MODEL}", f"rounds={ROUNDS}", "mesh.fsdp=-1", "evaluation.every_rounds=100",
     "rollouts.groups_per_round=4", "rollouts.group_size=8", "batching.sequences_per_step=8",
     "training.microbatch_sequences=8", "objective.advantage=grpo",
 )  # fmt: skip
