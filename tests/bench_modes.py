@@ -86,8 +86,9 @@ MODES = {
         shows=("| H100 | 91% | 90% | 89% | 89% |",),
     ),
     "gpu": Mode(
-        command=("gpu.py", "--tiny", "--only", "roofs,decode", "--output", "{folder}"),
-        shows=('"copy_gb_s": ', '"form": "one block"', "share of the bandwidth roof"),
+        command=("gpu.py", "--tiny", "--only", "roofs,bits,decode,cold", "--output", "{folder}"),
+        shows=('"copy_gb_s": ', '"form": "one block"', "share of the bandwidth roof",
+               '"kernel_difference": ', '"programs": '),
     ),
     # next to a curve of an earlier invocation
     "recipes": Mode(command=RECIPES, shows=("| `grpo` |", "| `rloo` | 0.25 |", "recipes.svg")),

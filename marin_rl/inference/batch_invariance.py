@@ -38,9 +38,11 @@ from marin_rl.inference.programs import (
     ChunkInputs,
     Limits,
     SampledChunk,
+    SlotState,
     decode_chunk,
     extend_slots,
 )
+from marin_rl.inference.sampling import UNKNOWN, Asked
 from marin_rl.inference.weights import Decoder
 from marin_rl.machine import machine_facts
 from marin_rl.models.spec import Spec
@@ -53,7 +55,7 @@ VERSION = 2
 ADAPTERS_VERSION = 2
 
 # The same of an accelerator's programs.
-WHOLE_VERSION = 2
+WHOLE_VERSION = 3
 
 _log = logging.getLogger(__name__)
 _known: dict[Path | str, "Invariance"] = {}  # by file; by name where programs have no folder
@@ -107,13 +109,12 @@ class Shapes:
     adapter_rank: int = 0
     own: str = ""  # layout of weights that lie quantised, and of the model's own adapter
     whole: bool = False  # a layer's cache is one block
-    stacked: bool = False  # layers run in a scan
 
     @property
     def cache(self) -> Cache:
         dtype = np.dtype(self.dtype)
         sizes = self.spec, self.slots, self.context_length, dtype
-        return jax.eval_shape(lambda: empty_cache(*sizes, whole=self.whole, stacked=self.stacked))
+        return jax.eval_shape(lambda: empty_cache(*sizes, whole=self.whole))
 
 
 def invariance_of(shapes: Shapes, prove: Callable[[], Invariance]) -> Invariance:
@@ -155,7 +156,7 @@ def _facts(shapes: Shapes) -> dict[str, Any]:
     shape_facts = asdict(shapes) | {"spec": shapes.spec.facts()}
     if not shapes.adapters:  # as records of engines without adapters always were
         del shape_facts["adapters"], shape_facts["adapter_rank"]
-    for name in ("own", "whole", "stacked"):
+    for name in ("own", "whole"):
         if not shape_facts[name]:
             del shape_facts[name]
     adapters = {"adapters_version": ADAPTERS_VERSION} if shapes.adapters else {}
@@ -237,7 +238,8 @@ class Prover:
         adapters = self._shapes.adapters > 0 and self._adapters_alike()
         return Invariance(
             slots=self._slots_alike(),
-            prompts=self._prompts_alike(),
+            # an accelerator with a prefix cache computes prompts in pieces, never in tiles
+            prompts=continued if wanted and self._shapes.whole else self._prompts_alike(),
             shared=self._shapes.sharing and self._shared_alike(),
             continued=continued,
             continued_singly=wanted and not continued and self._continued_alike(1),
@@ -265,12 +267,7 @@ class Prover:
             alone = self._run(tokens_S, positions_S, only=slot, adapter_S=own_S)
             if not _equal(alone[slot], together[slot]):
                 return False
-        if not self._shapes.whole:
-            return True
-        # next to sequences that ask for filters or reports, and in the program of those that do not
-        plainly = self._run(tokens_S, positions_S, adapter_S=rows_S, plain=True)
-        drawn = lambda slot: [*slot[:2], *slot[5:]]  # all but the report
-        return all(_equal(drawn(a), drawn(b)) for a, b in zip(plainly, together, strict=True))
+        return True
 
     def _adapters_alike(self) -> bool:
         """One sequence on the first row of the bank and on the last, others in the other rows."""
@@ -406,7 +403,6 @@ class Prover:
         shared: int = 0,
         adapter_S: np.ndarray | None = None,
         fused: Decoder | None = None,
-        plain: bool = False,
     ) -> tuple[Cache, SampledChunk]:
         """The cache after a chunk, and what it sampled: in all slots or in `only` one.
 
@@ -423,14 +419,20 @@ class Prover:
             adapter_S=self._adapter(adapter_S),
         )
         limits = Limits(np.int32(steps), np.int32(0), np.int32(shared))
+        chunk, asked = ChunkInputs(inputs, self._extras, limits), UNKNOWN
+        if shapes.whole:  # the program that most chunks of an accelerator are
+            nothing = np.zeros((3, shapes.slots), np.int32)
+            last, unread_S = SlotState(*self._put(list(nothing))), np.zeros(shapes.slots, np.bool_)
+            chunk = chunk._replace(last=last, unread_S=unread_S)
+            asked = Asked(filters=False, extras=False)
         return decode_chunk(
             self._fused if fused is None else fused,
             self._cache(),
-            ChunkInputs(inputs, self._extras, limits),
+            chunk,
             spec=shapes.spec,
             steps=shapes.chunk_steps,
             sharing=shapes.sharing,
-            plain=plain,
+            asked=asked,
         )
 
     def _cache(self) -> Cache:

@@ -1,11 +1,10 @@
 """A GPU's kernel for the attention of a decode step: each slot is read as far as it goes.
 
 As jax's `pallas.ops.gpu.decode_attention` (flash decoding, a slot's positions in several splits),
-of a layer that is an argument: a slice of a cache of all layers would be a copy of it. Imported
-only where it runs, for Pallas takes a second. Leaves out windows, sinks and other forms
-(`kv_cache`).
+of several heads and from a window's start. Imported only where it runs, for Pallas takes a second.
+Leaves out windows, sinks and other forms (`kv_cache`).
 
-Axes: S sequence slots, L layers, B positions, K key/value heads, G query heads of each, H head
+Axes: S sequence slots, B positions, K key/value heads, G query heads of each, H head
 size, P splits.
 """
 
@@ -30,9 +29,8 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 def attend(
     query_SKGH: Float[Array, "S K G H"],
-    keys_SLKBH: Float[Array, "S L K B H"],
-    values_SLKBH: Float[Array, "S L K B H"],
-    layer: Int32[Array, ""],
+    keys_SKBH: Float[Array, "S K B H"],
+    values_SKBH: Float[Array, "S K B H"],
     starts_S: Int32[Array, " S"],
     ends_S: Int32[Array, " S"],
     *,
@@ -43,18 +41,17 @@ def attend(
     `interpret` computes the kernel's steps on any device.
     """
     S, K, G, H = query_SKGH.shape
-    L, B = keys_SLKBH.shape[1], keys_SLKBH.shape[3]
+    B = keys_SKBH.shape[2]
     splits = SPLITS_MAX
     while splits > 1 and (B % (splits * POSITIONS) or S * K * splits > PROGRAMS_MAX):
         splits //= 2
     of_slot = pl.BlockSpec((None,), lambda i, j, s, k: (s,))
-    of_cache = pl.BlockSpec((None, L, None, B // splits, H), lambda i, j, s, k: (s, 0, k, j, 0))
+    of_cache = pl.BlockSpec((None, None, B // splits, H), lambda i, j, s, k: (s, k, j, 0))
     of_sums = pl.BlockSpec((None, None, None, ROWS), lambda i, j, s, k: (j, s, k, i))
     out_PSKGH, total_PSKG, highest_PSKG = pl.pallas_call(
         partial(_kernel, heads=G),
         grid=(pl.cdiv(G, ROWS), splits, S, K),
         in_specs=[
-            pl.BlockSpec((), lambda i, j, s, k: ()),
             of_slot,
             of_slot,
             pl.BlockSpec((None, None, ROWS, H), lambda i, j, s, k: (s, k, i, 0)),
@@ -73,7 +70,7 @@ def attend(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="decode_attention",
-    )(layer, starts_S, ends_S, query_SKGH, keys_SLKBH, values_SLKBH)
+    )(starts_S, ends_S, query_SKGH, keys_SKBH, values_SKBH)
     highest_SKG = highest_PSKG.max(0)
     # of a split without positions 0, as its sums are
     scale_PSKG = jnp.exp(highest_PSKG - highest_SKG)
@@ -83,10 +80,10 @@ def attend(
 
 
 def _kernel(*refs: Any, heads: int) -> None:
-    """A split of a slot: query [ROWS, H], keys and values [L, positions, H], sums [ROWS]."""
-    layer_ref, start_ref, end_ref, query_ref, keys_ref, values_ref, *out_refs = refs
+    """A split of a slot: query [ROWS, H], keys and values [positions, H], sums [ROWS]."""
+    start_ref, end_ref, query_ref, keys_ref, values_ref, *out_refs = refs
     out_ref, total_ref, highest_ref = out_refs
-    size, layer = keys_ref.shape[1], layer_ref[()]
+    size = keys_ref.shape[0]
     positions = min(POSITIONS, size)
     present = jnp.arange(ROWS) < heads - ROWS * pl.program_id(0)
     first = pl.program_id(1) * size
@@ -97,13 +94,13 @@ def _kernel(*refs: Any, heads: int) -> None:
     def step(index: Any, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, total, highest = state
         at = pl.ds(index * positions, positions)
-        scores = triton.dot(query, keys_ref[layer, at, :].T)
+        scores = triton.dot(query, keys_ref[at, :].T)
         here = index * positions + jnp.arange(positions)
         scores = jnp.where(((here >= start) & (here < end))[None], scores, _LEAST)
         # every step has a position that is seen
         higher = jnp.maximum(highest, scores.max(-1))
         kept, terms = jnp.exp(highest - higher), jnp.exp(scores - higher[:, None])
-        values = values_ref[layer, at, :]
+        values = values_ref[at, :]
         added = triton.dot(terms.astype(values.dtype), values)
         return out * kept[:, None] + added, total * kept + terms.sum(-1), higher
 

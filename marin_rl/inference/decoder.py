@@ -11,9 +11,9 @@ G query heads per key/value head, H head size, D width, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from marin_rl.inference.kv_cache import (
     attend,
     attend_pieces,
     copy_in,
-    may_fuse,
     write,
     write_at,
 )
@@ -51,6 +50,7 @@ from marin_rl.models.block import (
     softmax,
 )
 from marin_rl.models.experts import ExpertWeights, pieces
+from marin_rl.models.fused_attention import attend_fused, takes_fused
 from marin_rl.models.spec import LayerKind, Spec
 
 # Approximate tokens in one tile of prefill, and queries in one tile of its attention.
@@ -80,59 +80,12 @@ def decode_step(
     """
     step = Step(positions_S, jnp.max(positions_S), shared, adapter_S)
     x_SD, turns = step_inputs(spec, decoder.ends, tokens_S, positions_S)
-
-    def through(index: Any, kind: LayerKind, blocks: Blocks, x_SD: Array) -> tuple[Array, Blocks]:
-        return step_layer(spec, kind, decoder.layer(spec, index), blocks, x_SD, turns, step)
-
-    x_SD, cache = _over_cache(spec, decoder, cache, through, x_SD)
-    return constrain(logits(spec, decoder.ends, x_SD), SLOTS), cache
-
-
-def _over_cache(
-    spec: Spec,
-    decoder: Decoder,
-    cache: Cache,
-    through: Callable[[Any, LayerKind, Blocks, Array], tuple[Array, Blocks]],
-    x: Array,
-) -> tuple[Array, Cache]:
-    """Take x `through` all layers; return it and their caches. In a scan where they lie stacked."""
-    if decoder.stacked is None:
-        written = []
-        for index, (kind, blocks) in enumerate(zip(spec.kinds, cache, strict=True)):
-            x, after = through(index, kind, blocks, x)
-            written.append(after)
-        return x, tuple(written)
-
-    def one(index: Any, kind: LayerKind, state: Any) -> tuple[Any, None]:
-        x, stack = state
-        x, (after,) = through(index, kind, (stack._replace(layer=index),), x)
-        return (x, after._replace(layer=None)), None
-
-    ((stack,),) = cache
-    (x, stack), _ = _scanned(spec, one, (x, stack))
-    return x, ((stack,),)
-
-
-def _scanned(spec: Spec, one: Callable[[Any, LayerKind, Any], Any], state: Any) -> tuple[Any, Any]:
-    """The state after all layers, and what each gave, stacked, in a scan over periods of kinds.
-
-    What is compiled is one period, and what is left of the last.
-    """
-    period, count = spec.period, spec.layers - spec.layers % spec.period
-
-    def body(state: Any, first: Array) -> tuple[Any, Any]:
-        given = list[Any]()
-        for place, kind in enumerate(spec.kinds[:period]):
-            state, of_layer = one(first + place, kind, state)
-            given.append(of_layer)
-        return state, jax.tree.map(lambda *each: jnp.stack(each), *given)
-
-    state, given = jax.lax.scan(body, state, jnp.arange(0, count, period))
-    given = jax.tree.map(lambda leaf: leaf.reshape(count, *leaf.shape[2:]), given)
-    for index in range(count, spec.layers):
-        state, of_layer = one(index, spec.kinds[index], state)
-        given = jax.tree.map(lambda all, more: jnp.concatenate([all, more[None]]), given, of_layer)
-    return state, given
+    written = []
+    for index, (kind, blocks) in enumerate(zip(spec.kinds, cache, strict=True)):
+        layer = decoder.layer(spec, index)
+        x_SD, after = step_layer(spec, kind, layer, blocks, x_SD, turns, step)
+        written.append(after)
+    return constrain(logits(spec, decoder.ends, x_SD), SLOTS), tuple(written)
 
 
 class Step(NamedTuple):
@@ -311,11 +264,8 @@ def prefill(
     tile = prefill_tile(R, P, whole=not isinstance(cache[0][0], Block))
     K, H = spec.kv_heads, spec.head_size
     dtype = decoder.ends.embedding.dtype
-    stacked = decoder.stacked is not None
-    stack, rows_axis = ((spec.layers,), 1) if stacked else ((), 0)
     buffer = tuple(
-        (jnp.zeros((*stack, R, K, H, P), dtype), jnp.zeros((*stack, R, K, P, H), dtype))
-        for _ in range(1 if stacked else spec.layers)
+        (jnp.zeros((R, K, H, P), dtype), jnp.zeros((R, K, P, H), dtype)) for _ in spec.kinds
     )
 
     def body(index, buffer):
@@ -326,9 +276,7 @@ def prefill(
             adapter = jax.lax.dynamic_slice_in_dim(adapter_R, start, tile)
         _, pairs = _prefill_tile(spec, decoder, tokens, adapter)
         return jax.tree.map(
-            lambda rows_R, tile_R: jax.lax.dynamic_update_slice_in_dim(
-                rows_R, tile_R, start, rows_axis
-            ),
+            lambda rows_R, tile_R: jax.lax.dynamic_update_slice_in_dim(rows_R, tile_R, start, 0),
             buffer,
             pairs,
         )
@@ -372,32 +320,22 @@ def extend(
         adapter_M = None if adapter_S is None else adapter_S[slot_M]
         x_MD = embedded(spec, tokens_NT.reshape(-1), ends.embedding, positions_M, ends.positions)
         turns = _turns(ends, positions_M)
-
-        def through(
-            index: Any, kind: LayerKind, blocks: Blocks, x_MD: Array
-        ) -> tuple[Array, Blocks]:
+        written = []
+        for index, (kind, blocks) in enumerate(zip(spec.kinds, cache, strict=True)):
             layer = decoder.layer(spec, index)
             linears = FusedLinears(spec, layer, adapter_M)
             query, key, value = _queries_keys_values(spec, kind, linears, x_MD, turns)
             # all before any attention: a piece reads earlier ones of its slot in the same step
             blocks = write_at(blocks, key, value, slot_M, positions_M)
-            if _is_last(spec, index):
-                return x_MD, blocks
-            limits = Limits(kind.window, spec.cap, layer.sinks)
-            attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
-            return after_mlp(spec, linears, after_attention(spec, linears, x_MD, attended)), blocks
-
-        return _over_cache(spec, decoder, cache, through, x_MD)[1]
+            written.append(blocks)
+            # of the last layer a cache needs keys and values, but not the output
+            if index < spec.layers - 1:
+                limits = Limits(kind.window, spec.cap, layer.sinks)
+                attended = attend_pieces(query, blocks, slot_N, positions_M, limits)
+                x_MD = after_mlp(spec, linears, after_attention(spec, linears, x_MD, attended))
+        return tuple(written)
 
     return jax.lax.fori_loop(0, pieces.steps, body, cache)
-
-
-def _is_last(spec: Spec, index: Any) -> bool:
-    """True for the last layer, of which a cache needs keys and values, but not the output.
-
-    In a scan all layers are computed alike.
-    """
-    return isinstance(index, int) and index == spec.layers - 1
 
 
 def prefill_tile(rows: int, bucket: int, *, whole: bool = False) -> int:
@@ -422,22 +360,14 @@ def _prefill_tile(
     """Hidden states, and of each layer the keys [R, K, H, P] and values [R, K, P, H].
 
     The states are after the last layer if `last_layer`, which then leaves nothing for a cache, else
-    after the one before it. Of layers in a scan keys and values have an axis of layers in front.
+    after the one before it.
     """
     x, turns = prompt_inputs(spec, decoder.ends, tokens_RP)
-
-    def one(index: Any, kind: LayerKind, x: Array) -> tuple[Array, Any]:
-        output = last_layer or not _is_last(spec, index)
-        layer = decoder.layer(spec, index)
-        x, pair = prompt_layer(spec, kind, layer, x, turns, adapter_R, with_output=output)
-        return x, () if last_layer else pair
-
-    if decoder.stacked is not None:
-        x, pair = _scanned(spec, one, x)
-        return x, () if last_layer else (pair,)
     pairs = []
     for index, kind in enumerate(spec.kinds):
-        x, pair = one(index, kind, x)
+        output = last_layer or index < spec.layers - 1
+        layer = decoder.layer(spec, index)
+        x, pair = prompt_layer(spec, kind, layer, x, turns, adapter_R, with_output=output)
         pairs.append(pair)
     return x, () if last_layer else tuple(pairs)
 
@@ -465,10 +395,11 @@ def prompt_layer(
     # as the cache has them, so that copying into slots moves no axis
     keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
     if with_output:
-        limits = Limits(kind.window, spec.cap, layer.sinks)
-        if takes_cudnn(query, limits):
-            attended = attend_fused(query, key, value, limits)
+        if takes_fused(spec, query.dtype):
+            attended = attend_fused(query, key, value, None, kind.window)
+            attended = attended.reshape(*x.shape[:2], -1)
         else:
+            limits = Limits(kind.window, spec.cap, layer.sinks)
             attended = _attend_causally(query, keys, values, limits)
         x = after_mlp(spec, linears, after_attention(spec, linears, x, attended))
     return x, (keys, values)
@@ -508,34 +439,6 @@ def hidden_states(
 ) -> Float[Array, "R P D"]:
     """Hidden states at every position of whole prompts, the input of `logits`; no cache is kept."""
     return _prefill_tile(spec, decoder, tokens_RP, adapter_R, last_layer=True)[0]
-
-
-def takes_cudnn(query_RPKGH: Array, limits: Limits) -> bool:
-    """True where cuDNN computes this attention of prompts."""
-    size = query_RPKGH.shape[-1]
-    return may_fuse(query_RPKGH, limits) and limits.sinks is None and size <= 128 and size % 8 == 0
-
-
-def attend_fused(
-    query_RPKGH: Array,
-    key_RPKH: Array,
-    value_RPKH: Array,
-    limits: Limits,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Float[Array, "R P KGH"]:
-    """As `_attend_causally`, without scores in memory; "xla" gives the same on any device."""
-    R, P, K, G, H = query_RPKGH.shape
-    window = limits.window
-    attended: Any = jax.nn.dot_product_attention(
-        query_RPKGH.reshape(R, P, K * G, H),
-        key_RPKH,
-        value_RPKH,
-        scale=1.0,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
-    return attended.reshape(R, P, K * G * H)
 
 
 def _attend_causally(

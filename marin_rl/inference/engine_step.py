@@ -24,7 +24,7 @@ from marin_rl.inference.generation import Delta, GenerationResult, Job, Policy, 
 from marin_rl.inference.kv_cache import SHARE
 from marin_rl.inference.pieces import Extension
 from marin_rl.inference.programs import Limits
-from marin_rl.inference.runner import Runner
+from marin_rl.inference.runner import NextChunk, Runner
 from marin_rl.inference.scheduler import JobQueue, Prompts, Schedule, schedule
 from marin_rl.machine import ENGINE_KEYS, device_lost, is_out_of_memory, out_of_memory
 
@@ -377,7 +377,8 @@ class EngineStep:
         shared = self._batch.shared_positions(SHARE) if self._runner.plan.sharing else 0
         limits = Limits(np.int32(steps), np.int32(waiting), np.int32(shared))
         sequences, unread_S = self._batch.sequences(), self._batch.take_unread()
-        read = self._runner.decode(policy, self._batch.inputs, extras, limits, unread_S)
+        chunk = NextChunk(self._batch.inputs, extras, limits, unread_S)
+        read = self._runner.decode(policy, chunk)
         self._stats.decode_s += time.monotonic() - started
         self._stats.chunks += 1
         return Flight(read=read, policy=policy, sequences=sequences)

@@ -51,17 +51,15 @@ class ExecutionPlan:
     """Lanes of `slots` sequence slots, and what is proven of programs of these shapes.
 
     `can_share`: slots side by side could read a common prompt's cache once; whether they do is
-    decided by what is proven. `whole`: a layer's cache is one block. `stacked`: layers run in a
-    scan, so that programs compile in the same time however many there are. `ahead`: a chunk is
-    dispatched before the one before it is read. `own` is the layout of weights that lie quantised,
-    and of the model's own adapter.
+    decided by what is proven. `whole`: a layer's cache is one block. `ahead`: a chunk is dispatched
+    before the one before it is read. `own` is the layout of weights that lie quantised, and of the
+    model's own adapter.
     """
 
     spec: Spec
     lanes: Lanes
     can_share: bool
     whole: bool
-    stacked: bool
     ahead: bool
     context_length: int
     chunk_steps: int
@@ -89,7 +87,6 @@ class ExecutionPlan:
             adapter_rank=self.bank_sizes.rank,
             own=self.own,
             whole=self.whole,
-            stacked=self.stacked,
         )
 
     @property
@@ -171,7 +168,6 @@ def first_plan(
         ),
         # each block of a step is a conditional, for which an accelerator waits for the host
         whole=accelerator,
-        stacked=accelerator and not on_mesh and not adapters,
         # where the host has cores of its own to work on: a CPU would gain nothing, and a sample
         # that waits gets its slot a chunk later
         ahead=accelerator and lanes.count == 1,
@@ -200,7 +196,7 @@ def _prove(
     plan: ExecutionPlan, weights: Weights, rotary: Rotary, put: Callable[[Any], Any]
 ) -> Invariance:
     """Run the trials, with random adapters where the engine has room for some."""
-    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype, stacked=plan.stacked)
+    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
     if nbytes(weights) <= LANE_WEIGHTS_BYTES_MAX:
         fused = random_weights(jax.eval_shape(fuse, weights), put)
         fused = fused._replace(ends=fused.ends._replace(rotary=rotary))

@@ -17,7 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from marin_rl.compilation import nbytes
 from marin_rl.cpu_streams import Lanes
@@ -26,16 +26,14 @@ from marin_rl.inference.decoder import prefill_tile
 from marin_rl.inference.execution_plan import ExecutionPlan
 from marin_rl.inference.generation import Policy
 from marin_rl.inference.kv_cache import Blocks, empty_cache, in_blocks
-from marin_rl.inference.logits_state import ExtraRows
 from marin_rl.inference.logprobs import Report
 from marin_rl.inference.programs import (
     ChunkInputs,
     LayerPrograms,
-    Limits,
     SampledChunk,
     copy_slots,
 )
-from marin_rl.inference.runner import Runner, SlotAdapters
+from marin_rl.inference.runner import NextChunk, Runner, SlotAdapters
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import Decoder, Weights
 
@@ -58,7 +56,7 @@ class GrowingRunner(Runner):
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
-        whole = replace(plan, lanes=lanes, can_share=False, ahead=False, stacked=False, grows=True)
+        whole = replace(plan, lanes=lanes, can_share=False, ahead=False, grows=True)
         self._whole, self.programs = whole, set[str]()  # those that are compiled
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)
@@ -184,27 +182,20 @@ class GrowingRunner(Runner):
     def _row_of(self, seq_slot: int) -> int:
         return int(np.flatnonzero(self._slot_R == seq_slot)[0])
 
-    def decode(
-        self,
-        policy: Policy,
-        inputs: SlotInputs,
-        extras: ExtraRows,
-        limits: Limits,
-        unread_S: Bool[np.ndarray, " S"] | None = None,
-    ) -> Callable[[], Chunk]:
+    def decode(self, policy: Policy, chunk: NextChunk) -> Callable[[], Chunk]:
         self.memory.wake()
         used_R = self._slot_R != EMPTY
         slot_R = np.where(used_R, self._slot_R, 0)
-        rows = jax.tree.map(lambda leaf: leaf[slot_R], inputs)
+        rows = jax.tree.map(lambda leaf: leaf[slot_R], chunk.inputs)
         rows = rows._replace(remaining_S=np.where(used_R, rows.remaining_S, 0))
-        chunk = ChunkInputs(rows, extras.of_slots(slot_R), limits)
+        inputs = ChunkInputs(rows, chunk.extras.of_slots(slot_R), chunk.limits)
         where = f"in a cache of {self.positions} positions"
         with self._compiling(f"decoding of {self.rows} at a time {where}"):
             layers = list(self.memory.caches[0])
-            sampled = self._layers.decode(self._decoder(policy), layers, chunk)
+            sampled = self._layers.decode(self._decoder(policy), layers, inputs)
             jax.block_until_ready(sampled)
             self.memory.caches[0] = tuple(layers)
-        read = self._chunk(sampled, reported=extras.reported)
+        read = self._chunk(sampled, reported=chunk.extras.reported)
         return lambda: read
 
     def _chunk(self, sampled: SampledChunk, *, reported: bool) -> Chunk:

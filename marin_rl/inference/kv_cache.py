@@ -4,9 +4,8 @@ The cache of a layer is a tuple of blocks of B positions. On a host keys lie as 
 that both of attention's products read contiguous memory; each block is a separate array, so that a
 block past the longest sequence is skipped without a copy, and one that slots share is read once for
 all. On an accelerator, where each such choice would wait for the host, a layer has one block that
-every write and every look goes to (`WholeBlock`), or all layers have one (`StackedBlock`), and on a
-GPU a kernel reads each slot as far as it goes (`decode_kernel`). Leaves out what the keys and
-values are (`decoder`).
+every write and every look goes to (`WholeBlock`), and on a GPU a kernel reads each slot as far as
+it goes (`decode_kernel`). Leaves out what the keys and values are (`decoder`).
 
 Axes: S sequence slots, B positions of a block, K key/value heads, G query heads per key/value head,
 H head size, M positions of pieces of prompts, R prompts of one prefill, P positions of a bucket;
@@ -21,10 +20,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from marin_rl.inference.placement import SLOTS, TENSOR, constrain
+from marin_rl.models.axes import dividing, on_each_device
 from marin_rl.models.block import MASKED, capped
+from marin_rl.models.fused_attention import kernels_for
 from marin_rl.models.spec import Spec
 
 # Slots side by side that started from one prompt, and read its cache once for all of them.
@@ -37,9 +39,8 @@ BLOCK_MIN = 64
 BLOCKS_MAX = 12
 
 
-# Positions of a step of the GPU's kernel, and the first generation of cards that has what kernels
-# multiply with (Ampere).
-KERNEL_POSITIONS, CAPABILITY_MIN = 128, 8.0
+# Positions of a step of the GPU's kernel.
+KERNEL_POSITIONS = 128
 
 
 class Block(NamedTuple):
@@ -65,23 +66,7 @@ class WholeBlock(NamedTuple):
         return jnp.swapaxes(self.keys, -1, -2)  # part of the product: nothing is copied
 
 
-class StackedBlock(NamedTuple):
-    """All positions of the caches of all layers, which a scan over layers carries.
-
-    `layer` is the one that is written and read in place, None where none is.
-    """
-
-    keys: Float[Array, "S L K B H"]
-    values: Float[Array, "S L K B H"]
-    layer: Any = None
-
-    def of_slots(self, slots: Any) -> WholeBlock:
-        """A copy of the layer's cache of some slots."""
-        return WholeBlock(self.keys[slots, self.layer], self.values[slots, self.layer])
-
-
-# Of a layer; of a stacked cache the first layer's are those of all.
-Blocks = tuple[Block, ...] | tuple[WholeBlock] | tuple[StackedBlock]
+Blocks = tuple[Block, ...] | tuple[WholeBlock]  # of a layer
 Cache = tuple[Blocks, ...]
 
 
@@ -120,10 +105,7 @@ def attend_pieces(
         def extend(state, block=block, start=start):
             visible = limits.visible(start + jnp.arange(size), positions_M[:, None])
             # gathered block by block: of all slots at once it would be a second cache
-            if isinstance(block, StackedBlock):
-                own = block.of_slots(slot_N)
-            else:
-                own = jax.tree.map(lambda leaf: leaf[slot_N], block)
+            own = jax.tree.map(lambda leaf: leaf[slot_N], block)
             return _extend_softmax(state, query_MKGH, own, visible, times, limits.cap)
 
         # every piece reads the first block
@@ -151,10 +133,8 @@ def attend(
     instruction set and the shapes. The engine shares where it has proven that order to be the same.
     """
     whole = blocks[0]
-    if not isinstance(whole, Block) and takes_kernel(query_SKGH, limits):
+    if isinstance(whole, WholeBlock) and takes_kernel(query_SKGH, limits):
         return attend_by_kernel(query_SKGH, whole, positions_S, limits)
-    if isinstance(whole, StackedBlock):
-        blocks = (whole.of_slots(slice(None)),)
     size = block_positions(blocks)
     state = _empty_softmax(query_SKGH, limits.sinks)
     for index, block in enumerate(blocks):
@@ -180,24 +160,14 @@ def attend(
 
 def takes_kernel(query_SKGH: Array, limits: Limits) -> bool:
     """True where the kernel computes this attention."""
-    head_size = query_SKGH.shape[-1]
-    return may_fuse(query_SKGH, limits) and head_size >= 16 and head_size & (head_size - 1) == 0
-
-
-def may_fuse(query: Array, limits: Limits) -> bool:
-    """True where kernels of a GPU are there for it: in 16 bits, on one device, without a cap."""
-    return (
-        jax.default_backend() == "gpu"
-        and not jax.sharding.get_abstract_mesh().shape
-        and query.dtype.itemsize == 2
-        and limits.cap is None
-        and float(getattr(jax.local_devices()[0], "compute_capability", 0)) >= CAPABILITY_MIN
-    )
+    size = query_SKGH.shape[-1]
+    fits = limits.cap is None and size >= 16 and size & (size - 1) == 0
+    return fits and kernels_for(query_SKGH.dtype)
 
 
 def attend_by_kernel(
     query_SKGH: Array,
-    block: WholeBlock | StackedBlock,
+    block: WholeBlock,
     positions_S: Array,
     limits: Limits,
     *,
@@ -205,29 +175,27 @@ def attend_by_kernel(
 ) -> Float[Array, "S KGH"]:
     """As `attend`, by a kernel that reads each slot from its window to its position.
 
-    `interpret` computes the kernel's steps on any device.
+    Each device of a mesh does so for its own slots and heads. `interpret` computes the kernel's
+    steps on any device.
     """
-    if isinstance(block, WholeBlock):
-        block = StackedBlock(block.keys[:, None], block.values[:, None], 0)
     # An idle slot reads one position.
     ends_S = jnp.maximum(positions_S, 0) + 1
     starts_S = jnp.maximum(ends_S - (limits.window or block.keys.shape[-2]), 0)
     # Here and not above: other devices do not need it, and Pallas takes a second to import.
     kernel = importlib.import_module("marin_rl.inference.decode_kernel")
-    out_SKGH, total_SKG, highest_SKG = kernel.attend(
-        query_SKGH,
-        block.keys,
-        block.values,
-        jnp.asarray(block.layer, jnp.int32),
-        starts_S,
-        ends_S,
-        interpret=interpret,
-    )
+    S, K = query_SKGH.shape[:2]
+    of_slots = PartitionSpec(dividing(SLOTS, S))
+    of_heads = PartitionSpec(*of_slots, dividing(TENSOR, K))
+    out_SKGH, total_SKG, highest_SKG = on_each_device(
+        partial(kernel.attend, interpret=interpret),
+        (of_heads, of_heads, of_heads, of_slots, of_slots),
+        of_heads,
+    )(query_SKGH, block.keys, block.values, starts_S, ends_S)
     if limits.sinks is not None:  # a further term of the sum
         sinks_KG = limits.sinks.astype(jnp.float32)
         share_SKG = total_SKG / (total_SKG + jnp.exp(sinks_KG - highest_SKG))
         out_SKGH = out_SKGH * share_SKG[..., None]
-    return out_SKGH.astype(query_SKGH.dtype).reshape(len(query_SKGH), -1)
+    return out_SKGH.astype(query_SKGH.dtype).reshape(S, -1)
 
 
 def _empty_softmax(query_SKGH: Array, sinks_KG: Array | None) -> tuple[Array, Array, Array]:
@@ -316,18 +284,11 @@ def empty_cache(
     dtype: jnp.dtype,
     *,
     whole: bool = False,
-    stacked: bool = False,
 ) -> Cache:
-    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks.
-
-    `stacked`: the whole blocks of all layers are one.
-    """
+    """Zeros for `slots` sequences of `context_length`, rounded up to whole blocks."""
     size = block_size(context_length, whole=whole)
     keys = (slots, spec.kv_heads, spec.head_size, size)
     values = (slots, spec.kv_heads, size, spec.head_size)
-    if stacked:
-        every = (slots, spec.layers, *values[1:])
-        return ((StackedBlock(jnp.zeros(every, dtype), jnp.zeros(every, dtype)),),)
 
     def empty_layer() -> Blocks:
         if whole:
@@ -340,9 +301,8 @@ def empty_cache(
 
 def in_blocks(blocks: Blocks, size: int, length: int) -> Blocks:
     """A layer's cache in blocks of `size` positions, with zeros behind its own to `length`."""
-    own: Any = blocks  # never stacked: a cache that grows has blocks for each layer
-    keys = jnp.concatenate([block.columns for block in own], -1)
-    values = jnp.concatenate([block.values for block in own], -2)
+    keys = jnp.concatenate([block.columns for block in blocks], -1)
+    values = jnp.concatenate([block.values for block in blocks], -2)
     more = length - keys.shape[-1]
     keys = jnp.pad(keys, [(0, 0), (0, 0), (0, 0), (0, more)])
     values = jnp.pad(values, [(0, 0), (0, 0), (0, more), (0, 0)])
@@ -363,10 +323,6 @@ def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) 
     put: dict[str, Any] = {"mode": "drop", "unique_indices": True}
 
     def write_one(block: Any, key_KH: Array, value_KH: Array, at: Array) -> Any:
-        if isinstance(block, StackedBlock):
-            place = block.layer, slice(None), at
-            keys = block.keys.at[place].set(key_KH, **put)
-            return block._replace(keys=keys, values=block.values.at[place].set(value_KH, **put))
         values = block.values.at[:, at].set(value_KH, **put)
         if isinstance(block, WholeBlock):
             return WholeBlock(block.keys.at[:, at].set(key_KH, **put), values)
@@ -379,16 +335,11 @@ def write(blocks: Blocks, key_SKH: Array, value_SKH: Array, positions_S: Array) 
         # negative indices would count from the end, so they are sent past it instead
         at = jnp.where(at < 0, size, at)
         # `vmap` over slots: each writes one position, which XLA does in place
-        of_leaves: Any = 0, 0
-        axes = type(block)(*of_leaves)
-        spread = jax.vmap(write_one, (axes, 0, 0, 0), axes)
-        written.append(_spread(spread(block, key_SKH, value_SKH, at)))
+        written.append(_spread(jax.vmap(write_one)(block, key_SKH, value_SKH, at)))
     return tuple(written)
 
 
 def _spread(block: Any) -> Any:
-    if isinstance(block, StackedBlock):  # of one device
-        return block
     return jax.tree.map(lambda leaf: constrain(leaf, SLOTS, TENSOR), block)
 
 
@@ -401,12 +352,6 @@ def write_at(
     for index, block in enumerate(blocks):
         at = positions_M - index * size
         at = jnp.where(at < 0, size, at)  # as in `write`
-        if isinstance(block, StackedBlock):
-            place = slot_M, block.layer, slice(None), at
-            keys = block.keys.at[place].set(key_MKH, mode="drop")
-            values = block.values.at[place].set(value_MKH, mode="drop")
-            written.append(block._replace(keys=keys, values=values))
-            continue
         of_keys = (slot_M, slice(None), at)
         if not isinstance(block, WholeBlock):
             of_keys = (slot_M, slice(None), slice(None), at)
@@ -421,8 +366,7 @@ def copy_in(
 ) -> Cache:
     """Write prompt `source_S[s]` < `rows` into each slot s, one slot after the other.
 
-    `buffer` has keys [R, K, H, P] and values [R, K, P, H] of each layer, or once for a stacked
-    cache, with an axis of layers in front.
+    `buffer` has keys [R, K, H, P] and values [R, K, P, H] of each layer.
 
     All at once would first gather the rows: as much memory as the cache itself.
     """
@@ -446,12 +390,6 @@ def copy_prompt(blocks: Blocks, keys: Array, values: Array, source: Any, seq_slo
     """A layer's cache in which the slot has prompt `source` of `keys` [R, K, H, P] and `values`."""
     size, length = block_positions(blocks), keys.shape[-1]
     cut, update = jax.lax.dynamic_slice_in_dim, jax.lax.dynamic_update_slice
-    if isinstance(stack := blocks[0], StackedBlock):
-        pair = (jnp.swapaxes(keys, -1, -2), values)
-        rows = [jnp.swapaxes(cut(each, source, 1, 1), 0, 1) for each in pair]
-        start = (seq_slot, 0, 0, 0, 0)
-        keys, values = map(update, stack[:2], rows, (start, start))
-        return (StackedBlock(keys, values),)
     at = (seq_slot, 0, 0, 0)
     copied: list[Any] = list(blocks)
     for number, start in enumerate(range(0, length, size)):

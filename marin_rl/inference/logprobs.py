@@ -1,6 +1,6 @@
 """Reported logprobs: of sampled tokens, and of a prompt's tokens by a separate forward pass.
 
-Each stands under a conditional, so that unused ones cost nothing. Leaves out the distribution that
+Unused ones cost nothing. Leaves out the distribution that
 tokens are drawn from (`sampling`) and the forward pass (`decoder`).
 
 Axes: S sequence slots (rows), V vocabulary, K likeliest tokens; P positions of a bucket, T of a
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from marin_rl.inference import decoder
 from marin_rl.inference.generation import TOP_LOGPROBS_MAX, PromptScores
-from marin_rl.inference.sampling import Drawn
+from marin_rl.inference.sampling import Drawn, if_asked
 from marin_rl.inference.weights import Decoder
 from marin_rl.models.spec import Spec
 
@@ -59,24 +59,35 @@ def empty_report(slots: int, vocabulary: int) -> Report:
     )
 
 
-def report(logits_SV: Float32[Array, "S V"], drawn: Drawn, request: ReportRequest) -> Report:
+def report(
+    logits_SV: Float32[Array, "S V"],
+    drawn: Drawn,
+    request: ReportRequest,
+    *,
+    known: bool | None = None,
+) -> Report:
     """Logprobs of the model's `logits_SV`, and of the distribution of `drawn`.
 
     The top ones are of the model's own distribution in a row that asks for raw logprobs, else of
     the one that was sampled from.
     """
-    S, V = logits_SV.shape
-    # `cond`: most chunks need neither the softmax over the vocabulary nor the top-k.
-    wanted = jnp.any(request.raw_S) | jnp.any(request.top_S > 0)
-    return jax.lax.cond(
-        wanted,
-        lambda logits: _report(logits, drawn, request),
-        lambda logits: empty_report(S, V),
+    # most chunks need neither the softmax over the vocabulary nor the top-k
+    return if_asked(
+        jnp.any(request.raw_S) | jnp.any(request.top_S > 0),
+        lambda logits: _report(logits, drawn, request, known=known),
+        lambda logits: empty_report(*logits.shape),
         logits_SV,
+        known=known,
     )
 
 
-def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
+def _report(
+    logits_SV: Array,
+    drawn: Drawn,
+    request: ReportRequest,
+    *,
+    known: bool | None,
+) -> Report:
     # before bias, penalties and temperature: what the model itself says of the token
     raw_SV = log_softmax(logits_SV)
     raw_S = jnp.take_along_axis(raw_SV, drawn.tokens_S[:, None], axis=-1)[:, 0]
@@ -84,7 +95,7 @@ def _report(logits_SV: Array, drawn: Drawn, request: ReportRequest) -> Report:
     # Rounding may leave a logprob slightly above 0, and clients take exp of it for a probability.
     sampled_SV = jnp.minimum(shifted_SV - drawn.log_total_S[:, None], 0)
     every_SV = jnp.where(request.raw_S[:, None], raw_SV, sampled_SV)
-    top_SK, ids_SK = likeliest(every_SV, jnp.any(request.top_S > 0))
+    top_SK, ids_SK = likeliest(every_SV, jnp.any(request.top_S > 0), known=known)
     return Report(raw_S, ids_SK, top_SK)
 
 
@@ -95,18 +106,22 @@ def log_softmax(logits: Float32[Array, "N V"]) -> Float32[Array, "N V"]:
 
 
 def likeliest(
-    logprobs: Float32[Array, "N V"], wanted: Bool[Array, ""]
+    logprobs: Float32[Array, "N V"],
+    wanted: Bool[Array, ""],
+    *,
+    known: bool | None = None,
 ) -> tuple[Float32[Array, "N K"], Int32[Array, "N K"]]:
     """The largest logprobs, largest first, and their tokens; zeros where they are not `wanted`.
 
     Of equals the lower token comes first.
     """
     shape = len(logprobs), top_count(logprobs.shape[1])
-    top, ids = jax.lax.cond(
+    top, ids = if_asked(
         wanted,
         lambda every: tuple(jax.lax.top_k(every, shape[1])),
         lambda every: (jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)),
         logprobs,
+        known=known,
     )
     return top, ids
 

@@ -20,7 +20,7 @@ from marin_rl.inference.kv_cache import Blocks, Cache, copy_prompt
 from marin_rl.inference.logits_state import Extras
 from marin_rl.inference.logprobs import Report, empty_report, report
 from marin_rl.inference.placement import constrain
-from marin_rl.inference.sampling import TokenHistory, adjust, sample, uniforms
+from marin_rl.inference.sampling import UNKNOWN, Asked, TokenHistory, adjust, sample, uniforms
 from marin_rl.inference.weights import Decoder, Ends, Layer
 from marin_rl.models.spec import LayerKind, Spec
 
@@ -84,7 +84,7 @@ class State(NamedTuple):
     sampled: SampledChunk
 
 
-@partial(jax.jit, static_argnames=("spec", "steps", "sharing", "plain"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("spec", "steps", "sharing", "asked"), donate_argnames="cache")
 def decode_chunk(
     fused: Decoder,
     cache: Cache,
@@ -93,14 +93,12 @@ def decode_chunk(
     spec: Spec,
     steps: int,
     sharing: bool = False,
-    plain: bool = False,
+    asked: Asked = UNKNOWN,
 ) -> tuple[Cache, SampledChunk]:
     """Up to `limits.steps` <= `steps` tokens for every row that has some remaining.
 
-    `limits.shared` counts only with `sharing`. `plain`: no row asks for filters, reports or other
-    logits, and no step has a conditional, for which an accelerator waits for the host. Ends early
-    when no row has any remaining, and when waiting samples are better served by going back to the
-    host.
+    `limits.shared` counts only with `sharing`. Ends early when no row has any remaining, and when
+    waiting samples are better served by going back to the host.
     """
     chunk = joined(chunk)
     inputs = chunk.slots
@@ -117,7 +115,7 @@ def decode_chunk(
             jnp.asarray(chunk.limits.shared) if sharing else None,
             None if inputs.adapter_S is None else jnp.asarray(inputs.adapter_S),
         )
-        return cache, next_state(state, logits, uniform_CS, chunk, plain=plain)
+        return cache, next_state(state, logits, uniform_CS, chunk, asked)
 
     def proceeds(carried: tuple[Cache, State]) -> Array:
         return goes_on(carried[1], chunk.limits)
@@ -166,20 +164,16 @@ def next_state(
     logits: Float32[Array, "S V"],
     uniform_CS: Array,
     chunk: ChunkInputs,
-    *,
-    plain: bool = False,
+    asked: Asked = UNKNOWN,
 ) -> State:
     """The state after tokens are sampled from a step's logits."""
     inputs, extras, limits = chunk.slots, chunk.extras, chunk.limits
     active_S = state.remaining_S > 0
     sampled, index = state.sampled, state.sampled.steps
     past = TokenHistory(inputs.position_S, sampled.tokens_CS, index)
-    adjusted = logits if plain else adjust(logits, extras.params, past)
-    drawn = sample(adjusted, inputs.sampling, uniform_CS[index], filters=not plain)
-    if plain:
-        reports_S = empty_report(*logits.shape)
-    else:
-        reports_S = report(logits, drawn, extras.request)
+    adjusted = adjust(logits, extras.params, past, known=asked.extras)
+    drawn = sample(adjusted, inputs.sampling, uniform_CS[index], asked)
+    reports_S = report(logits, drawn, extras.request, known=asked.extras)
     # the stop token itself is sampled and counted: its logprob is part of the completion
     stopped_S = jnp.any(drawn.tokens_S[:, None] == inputs.stops_SN, axis=1)
     remaining_S = jnp.where(active_S & ~stopped_S, state.remaining_S - 1, 0)

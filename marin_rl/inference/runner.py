@@ -11,7 +11,7 @@ Axes: S sequence slots, R prompts of one prefill, P positions of a prompt bucket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from marin_rl.inference.programs import (
     extend_slots,
     prefill_slots,
 )
+from marin_rl.inference.sampling import UNKNOWN, Asked
 from marin_rl.inference.scheduler import Prompt, Prompts
 from marin_rl.inference.weights import (
     Decoder,
@@ -58,6 +59,26 @@ from marin_rl.progress import phase
 Tree = TypeVar("Tree")
 Result = TypeVar("Result")
 SlotAdapters = Int32[np.ndarray | jax.Array, " S"]  # rows of the bank
+
+
+class NextChunk(NamedTuple):
+    """A chunk to be decoded, of all slots.
+
+    Rows that are `unread_S` go on from the chunk that was dispatched last, and the others from
+    `inputs`.
+    """
+
+    inputs: SlotInputs
+    extras: ExtraRows
+    limits: Limits
+    unread_S: Bool[np.ndarray, " S"] | None = None
+
+    @property
+    def asked(self) -> Asked:
+        of, extras = self.inputs.sampling, self.extras.used
+        cut = np.any(of.min_p_S) or np.any(of.top_k_S) or np.any(np.asarray(of.top_p_S) < 1)
+        # three programs, and not one for each that may be asked for
+        return Asked(filters=extras or bool(cut), extras=extras)
 
 
 class Runner:
@@ -126,17 +147,13 @@ class Runner:
         placed = jax.device_put(weights, self._placement.weights)
         return Policy(placed, weight_version, parameters_digest, WeightsKey())
 
-    def compile_chunk(
-        self, policy: Policy, cache: Any, inputs: SlotInputs, extras: ExtraRows, limits: Limits
-    ) -> None:
+    def compile_chunk(self, policy: Policy, cache: Any, chunk: NextChunk, asked: Asked) -> None:
         """Compile a chunk's program for a lane's cache of these shapes."""
-        last = self.memory.last if self.plan.ahead else None
-        unread_S = None if last is None else _none(inputs)
-        slots = self.lanes.part(0, inputs)
-        chunk = ChunkInputs(slots, extras.on_device(0), limits, last, unread_S)
         with self._placement.active():
-            fused, sizes = self._decoder(policy), self._chunk_sizes
-            decode_chunk.lower(fused, cache, chunk, plain=False, **sizes).compile()
+            inputs = self._chunk_inputs(0, self.lanes.part(0, chunk.inputs), chunk)
+            decode_chunk.lower(
+                self._decoder(policy), cache, inputs, asked=asked, **self._chunk_sizes
+            ).compile()
 
     def bucket(self, length: int) -> int:
         # few lengths, so few programs: a prompt is padded to the next one
@@ -239,44 +256,40 @@ class Runner:
 
         self._in_lanes(run)
 
-    def decode(
-        self,
-        policy: Policy,
-        inputs: SlotInputs,
-        extras: ExtraRows,
-        limits: Limits,
-        unread_S: Bool[np.ndarray, " S"] | None = None,
-    ) -> Callable[[], Chunk]:
+    def decode(self, policy: Policy, chunk: NextChunk) -> Callable[[], Chunk]:
         """Dispatch a chunk of at most `limits.steps` steps in every lane, side by side.
 
-        The result waits for it, and reads it. Rows that are `unread_S` go on from the chunk that
-        was dispatched last, and the others from `inputs`.
+        The result waits for it, and reads it.
         """
         self.memory.wake()
         fused = self._decoder(policy)
-        own = [self._lane_inputs(lane, inputs) for lane in range(self.lanes.count)]
-        on_device = [extras.on_device(lane) for lane in range(self.lanes.count)]
-        plain = self.plan.whole and not extras.used and not _filters(inputs)
-        last = self.memory.last if self.plan.ahead else None
-        unread_S = None if last is None else unread_S if unread_S is not None else _none(inputs)
+        own = [self._lane_inputs(lane, chunk.inputs) for lane in range(self.lanes.count)]
+        inputs = [self._chunk_inputs(lane, slots, chunk) for lane, (_, slots) in enumerate(own)]
+        asked = chunk.asked if self.plan.whole else UNKNOWN
 
         def run(lane: int) -> SampledChunk:
-            bank, slots = own[lane]
-            chunk = ChunkInputs(slots, on_device[lane], limits, last, unread_S)
             self.memory.caches[lane], sampled = decode_chunk(
-                with_bank(fused, bank),
+                with_bank(fused, own[lane][0]),
                 self.memory.caches[lane],
-                chunk,
-                plain=plain,
+                inputs[lane],
+                asked=asked,
                 **self._chunk_sizes,
             )
-            if last is not None:
+            if self.plan.ahead:
                 self.memory.last = sampled.after
                 return sampled
             # a thread that only dispatched would end at once, and the lanes run one by one
             return jax.block_until_ready(sampled)
 
         return partial(self._read, self._in_lanes(run))
+
+    def _chunk_inputs(self, lane: int, slots: SlotInputs, chunk: NextChunk) -> ChunkInputs:
+        extras = chunk.extras.on_device(lane)
+        if not self.plan.ahead:
+            return ChunkInputs(slots, extras, chunk.limits)
+        none_S = np.zeros(len(slots.token_S), np.bool_)
+        unread_S = none_S if chunk.unread_S is None else chunk.unread_S
+        return ChunkInputs(slots, extras, chunk.limits, self.memory.last, unread_S)
 
     def _read(self, sampled: Sequence[SampledChunk]) -> Chunk:
         return Chunk(
@@ -349,16 +362,6 @@ class Runner:
         return with_bank(fused, None if self.bank is None else self.bank.arrays)
 
 
-def _filters(inputs: SlotInputs) -> bool:
-    """True if any row asks for min-p, top-k or top-p."""
-    of = inputs.sampling
-    return bool(np.any(of.min_p_S) or np.any(of.top_k_S) or np.any(np.asarray(of.top_p_S) < 1))
-
-
-def _none(inputs: SlotInputs) -> Bool[np.ndarray, " S"]:
-    return np.zeros(len(inputs.token_S), np.bool_)
-
-
 class DeviceMemory:
     """A cache for each lane of a plan, and at most one fused copy of the weights.
 
@@ -390,7 +393,7 @@ class DeviceMemory:
         """
         self._fused = None
         if caches:
-            self.caches, self.last = [], None
+            self.caches = []
 
     @property
     def fused(self) -> Decoder | None:
@@ -412,7 +415,7 @@ class DeviceMemory:
                 sources = self._plan.spec, policy.weights, self._plan.dtype, self._rotary
                 fused = weights_in_place(*sources) if self._plan.grows else None
                 if fused is None:
-                    fused = fused_weights(*sources, stacked=self._plan.stacked)
+                    fused = fused_weights(*sources)
             self._fused = policy.key, fused
         return self._fused[1]
 
@@ -424,8 +427,7 @@ class DeviceMemory:
     def _empty_cache(self) -> Cache:
         plan = self._plan
         slots, length = plan.lanes.size, plan.context_length
-        form = {"whole": plan.whole, "stacked": plan.stacked}
-        cache = empty_cache(plan.spec, slots, length, plan.dtype, **form)
+        cache = empty_cache(plan.spec, slots, length, plan.dtype, whole=plan.whole)
         # placed as the programs return it, so that the first call compiles for the same sharding as
         # the others
         return self._placement.place(cache, SLOTS, TENSOR)

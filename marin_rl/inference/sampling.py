@@ -1,9 +1,10 @@
 """Sampling: a token for every row of logits, on the device, and its logprob.
 
 Owns the logits processors (bias, penalties, a constraint's mask), temperature, min-p, top-k, top-p,
-greedy choice and the random numbers. Each processor stands under a conditional, so unused features
-cost nothing; a row that asks for nothing keeps its logits bit for bit. Leaves out where the
-processors' arrays come from (`logits_state`) and other reported logprobs (`logprobs`).
+greedy choice and the random numbers. Unused features cost nothing: each stands under a conditional,
+or, where the host knows what rows ask for, is part of the program or not (`Asked`). A row that asks
+for nothing keeps its logits bit for bit. Leaves out where the processors' arrays come from
+(`logits_state`) and other reported logprobs (`logprobs`).
 
 A row's random number for the token at position p is `fold_in(key(seed), p)`: it knows nothing of
 the row, of the step, or of other requests. The inverse of the cumulative distribution turns it into
@@ -11,7 +12,8 @@ a token, for a hundredth of the random bits of one Gumbel variate per vocabulary
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,38 @@ class SlotSampling(NamedTuple):
     top_k_S: Int32[Array | np.ndarray, " S"]
     min_p_S: Float32[Array | np.ndarray, " S"]
     seed_S2: UInt32[Array | np.ndarray, "S 2"]
+
+
+class Asked(NamedTuple):
+    """Wishes of the rows of a chunk, as far as the host knows them; None: the device looks.
+
+    `filters` are min-p, top-k and top-p, `extras` those of `logits_state`. For an accelerator each
+    conditional is a wait for the host: there a program computes what it is for, and has none.
+    """
+
+    filters: bool | None = None
+    extras: bool | None = None
+
+
+UNKNOWN = Asked()
+
+
+def if_asked(
+    wanted: Bool[Array, ""],
+    then: Callable[[Array], Any],
+    otherwise: Callable[[Array], Any],
+    array: Array,
+    *,
+    known: bool | None,
+) -> Any:
+    """`then` of an array where it is `known` to be asked for, or the device sees it `wanted`."""
+    if known is None:
+        return jax.lax.cond(wanted, then, otherwise, array)
+    return (then if known else otherwise)(array)
+
+
+def _same(array: Array) -> Array:
+    return array
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -52,12 +86,9 @@ def sample(
     logits_SV: Float32[Array, "S V"],
     sampling: SlotSampling,
     uniform_S: Float32[Array, " S"],
-    *,
-    filters: bool = True,
+    asked: Asked = UNKNOWN,
 ) -> Drawn:
     """A token per row, as its number of `uniforms` chooses it, and its logprob in nats.
-
-    Without `filters`, none of which any row may then ask for, there is no conditional.
 
     The logprob is that of the distribution after temperature and filters. A greedy row takes the
     likeliest token and reports its logprob at temperature 1, since under the distribution that it
@@ -67,15 +98,14 @@ def sample(
     # greedy rows are scaled by 1, since their logprobs are reported at temperature 1
     scaled_SV = logits_SV / jnp.where(greedy_S, 1, sampling.temperature_S)[:, None]
     asked_S = (sampling.min_p_S > 0) | (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
-    if filters:
-        scores_SV = jax.lax.cond(
-            jnp.any(asked_S & ~greedy_S),
-            lambda scores: jnp.where(greedy_S[:, None], scores, top_p_top_k_mask(scores, sampling)),
-            lambda scores: scores,
-            scaled_SV,
-        )
-    else:
-        scores_SV = scaled_SV
+    masked = lambda scores: top_p_top_k_mask(scores, sampling, known=asked.filters)
+    scores_SV = if_asked(
+        jnp.any(asked_S & ~greedy_S),
+        lambda scores: jnp.where(greedy_S[:, None], scores, masked(scores)),
+        _same,
+        scaled_SV,
+        known=asked.filters,
+    )
     # shifted by the maximum, so that no exponential overflows
     highest_S = jnp.max(scores_SV, axis=-1)
     shifted_SV = scores_SV - highest_S[:, None]
@@ -157,7 +187,10 @@ def _first_above(
 
 
 def top_p_top_k_mask(
-    scores_SV: Float32[Array, "S V"], sampling: SlotSampling
+    scores_SV: Float32[Array, "S V"],
+    sampling: SlotSampling,
+    *,
+    known: bool | None = None,
 ) -> Float32[Array, "S V"]:
     """Scores with -inf outside min-p, then top-k, then top-p, each where its row asks for it."""
     share_S = sampling.min_p_S
@@ -166,11 +199,12 @@ def top_p_top_k_mask(
     scores_SV = jnp.where(kept_SV, scores_SV, -jnp.inf)
     sorts_S = (sampling.top_k_S > 0) | (sampling.top_p_S < 1)
     # sorting the vocabulary is expensive: done only if a request needs a rank
-    return jax.lax.cond(
+    return if_asked(
         jnp.any(sorts_S & (sampling.temperature_S > 0)),
         lambda scores: jnp.where(sorts_S[:, None], filter_logits(scores, sampling), scores),
-        lambda scores: scores,
+        _same,
         scores_SV,
+        known=known,
     )
 
 
@@ -247,27 +281,28 @@ def penalised_rows(penalties: Penalties) -> Bool[Array, " S"]:
 
 
 def adjust(
-    logits_SV: Float32[Array, "S V"], params: LogitsParams, past: TokenHistory
+    logits_SV: Float32[Array, "S V"],
+    params: LogitsParams,
+    past: TokenHistory,
+    *,
+    known: bool | None = None,
 ) -> Float32[Array, "S V"]:
     """Logits after bias, penalties and mask, in this order."""
-    # branches on the device: most chunks change no logits, and skip passes over S x V numbers
-    penalised_S = penalised_rows(params.penalties)
+    # most chunks change no logits, and skip passes over S x V numbers
+    penalised = jnp.any(penalised_rows(params.penalties))
     biased, masked = jnp.any(params.bias.asked_S), jnp.any(params.mask.asked_S)
 
-    def adjusted(logits):
-        same = lambda logits: logits
-        logits = jax.lax.cond(biased, lambda x: add_bias(x, params.bias), same, logits)
-        logits = jax.lax.cond(
-            jnp.any(penalised_S),
-            lambda x: apply_penalties(x, params.penalties, past),
-            same,
-            logits,
+    def adjusted(logits: Array) -> Array:
+        ways = (
+            (biased, lambda x: add_bias(x, params.bias)),
+            (penalised, lambda x: apply_penalties(x, params.penalties, past)),
+            (masked, lambda x: apply_mask(x, params.mask)),
         )
-        return jax.lax.cond(masked, lambda x: apply_mask(x, params.mask), same, logits)
+        for wanted, change in ways:
+            logits = if_asked(wanted, change, _same, logits, known=known)
+        return logits
 
-    return jax.lax.cond(
-        biased | masked | jnp.any(penalised_S), adjusted, lambda logits: logits, logits_SV
-    )
+    return if_asked(biased | masked | penalised, adjusted, _same, logits_SV, known=known)
 
 
 def add_bias(logits_SV: Float32[Array, "S V"], bias: Bias) -> Float32[Array, "S V"]:

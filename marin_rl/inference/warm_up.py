@@ -1,6 +1,6 @@
 """An engine's programs before its first request: compiled, or traced by shapes alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -12,6 +12,7 @@ from marin_rl.config import EngineConfig
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference.adapters import BankSizes, bank_shapes, with_bank
 from marin_rl.inference.batch import RunningBatch, SlotInputs
+from marin_rl.inference.execution_plan import ExecutionPlan
 from marin_rl.inference.generation import Policy
 from marin_rl.inference.kv_cache import cache_length, empty_cache
 from marin_rl.inference.logits_state import ExtraRows
@@ -25,7 +26,8 @@ from marin_rl.inference.programs import (
     extend_slots,
     prefill_slots,
 )
-from marin_rl.inference.runner import Runner
+from marin_rl.inference.runner import NextChunk, Runner
+from marin_rl.inference.sampling import UNKNOWN, Asked
 from marin_rl.inference.weights import fused_weights, read_model, rotary_table
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.module import LanguageModel
@@ -40,9 +42,21 @@ def programs_of(runner: Runner) -> int:
     plan, buckets = runner.plan, len(runner.buckets)
     # a copy of half of the bank, and a chunk with that half
     halves = 2 if plan.invariance.few_adapters and plan.bank_sizes.adapters > 1 else 0
-    plain = 1 if plan.whole else 0
-    # a chunk, a copy, and for each bucket one that scores; one that extends, or prefills by bucket
-    return halves + plain + 2 + buckets + (1 if plan.keeps_prefixes else buckets)
+    # chunks, a copy, and for each bucket one that scores; one that extends, or prefills by bucket
+    prompts = 1 if plan.keeps_prefixes else buckets
+    return len(chunks_of(plan)) + halves + 1 + buckets + prompts
+
+
+def chunks_of(plan: ExecutionPlan) -> Mapping[str, Asked]:
+    """Programs of a chunk: of a host one, of an accelerator one for each thing that is asked."""
+    sequences = f"decoding of {plan.lanes.size} at a time"
+    if not plan.whole:
+        return {sequences: UNKNOWN}
+    return {
+        sequences: Asked(filters=False, extras=False),
+        f"{sequences}, with filters": Asked(filters=True, extras=False),
+        f"{sequences}, with all that may be asked": Asked(filters=True, extras=True),
+    }
 
 
 def warm_up(
@@ -64,27 +78,25 @@ def warm_up(
         announce(f"compiling {next(numbers)} of {total} programs: {program}")
 
     # limits are data: a chunk of 0 steps is the same program as any other
-    nothing = Limits(np.int32(0), np.int32(0))
+    nothing = NextChunk(inputs, extras, Limits(np.int32(0), np.int32(0)))
     keeps_prefixes = runner.plan.keeps_prefixes
-    begin(f"decoding of {runner.plan.lanes.size} at a time")
-    # for caches of these shapes, which are freed as long as it compiles
+    # for caches of these shapes, which are freed as long as they compile
     runner.memory.wake()
     shape_of = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
     cache = jax.tree.map(shape_of, runner.memory.caches[0])
     runner.memory.release(caches=True)
+    for program, asked in chunks_of(runner.plan).items():
+        begin(program)
+        runner.compile_chunk(policy, cache, nothing, asked)
     give_back_freed_memory()
-    runner.compile_chunk(policy, cache, inputs, extras, nothing)
-    give_back_freed_memory()
-    if runner.plan.whole:
-        begin("decoding of requests that only draw")
-    runner.decode(policy, inputs, extras, nothing)()
+    runner.decode(policy, nothing)()
     if runner.bank is not None:
         begin("decoding with all adapters")
         # slots on as many adapters as they can use take another program than those on a few
         slots = np.arange(runner.lanes.slots)
         row_S = (1 + slots % runner.plan.bank_sizes.adapters).astype(np.int32)
         on_all = inputs._replace(adapter_S=row_S, remaining_S=np.ones_like(row_S))
-        runner.decode(policy, on_all, extras, nothing)()
+        runner.decode(policy, nothing._replace(inputs=on_all))()
     if keeps_prefixes:
         begin("prefill in pieces")
         # a position that is padding: the program runs, and writes nothing

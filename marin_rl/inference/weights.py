@@ -117,19 +117,17 @@ class Layer(NamedTuple):
 class Decoder(NamedTuple):
     """Weights in the layout and dtype that `decode_step` and `prefill` compute in.
 
-    `quantized` are matrices of all layers that lie quantised: the model's own arrays. For a scan
-    all layers are `stacked` on a leading axis, in place of `layers`.
+    `quantized` are matrices of all layers that lie quantised: the model's own arrays. Others are an
+    array for each layer: a scan over layers would copy each layer's weights before it reads them.
     """
 
     ends: Ends
     layers: tuple[Layer, ...]
     quantized: QuantizedLayers | None = None
-    stacked: Layer | None = None
 
-    def layer(self, spec: Spec, index: Any) -> Layer:
+    def layer(self, spec: Spec, index: int) -> Layer:
         """A layer with its matrices; to be called inside a program."""
-        cut = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
-        layer = self.layers[index] if self.stacked is None else jax.tree.map(cut, self.stacked)
+        layer = self.layers[index]
         if self.quantized is None:
             return layer
         return layer._replace(**self.quantized.of_layer(index, spec.kv_heads))
@@ -219,13 +217,6 @@ def compiled_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> tuple[Layer
         _fuse_layer(spec, jax.tree.map(lambda leaf, i=index: leaf[i], layers))
         for index in range(spec.layers)
     )
-
-
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def stacked_layers(spec: Spec, layers: Layers, dtype: jnp.dtype) -> Layer:
-    """The same for a scan: all layers joined at once, stacked as the model holds them."""
-    layers = jax.tree.map(lambda leaf: leaf.astype(dtype), layers)
-    return jax.vmap(partial(_fuse_layer, spec))(layers)
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -338,8 +329,6 @@ def fused_weights(
     weights: Weights,
     dtype: jnp.dtype,
     rotary: Rotary = (),
-    *,
-    stacked: bool = False,
 ) -> Decoder:
     """Arrays that the programs read at every step; those used as they are are not copied."""
     ends = weights.ends
@@ -348,8 +337,6 @@ def fused_weights(
         ends = _compiled_ends(weights, dtype=dtype)
     own = without_quantized(weights.layers)
     ends, quantized = ends._replace(rotary=rotary), quantized_layers(weights.layers)
-    if stacked:
-        return Decoder(ends, (), quantized, stacked_layers(spec=spec, layers=own, dtype=dtype))
     return Decoder(ends, compiled_layers(spec=spec, layers=own, dtype=dtype), quantized)
 
 

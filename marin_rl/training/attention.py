@@ -1,12 +1,12 @@
-"""Attention of the trainer: over all pairs, over the blocks in sight, and by cuDNN's kernel.
+"""Attention of the trainer: over all pairs, and over the blocks in sight.
 
 Tokens of several sequences are cut into blocks of positions (`attend`). The blocks of keys that
 a block of queries sees are determined once for all layers; attention then takes one of them after
 the other, for all blocks of queries together, with a running maximum and sum (FlashAttention,
 arXiv:2205.14135, algorithm 1). Time and memory so go with what is seen, not with the square of the
 row. The backward pass computes the weights again (ibid., algorithm 4). On an NVIDIA GPU a kernel
-does the same for models that compute in 16 bits (`attend_fused`). Visibility between tokens is
-defined in logprobs.py.
+does the same for models that compute in 16 bits (`models.fused_attention`). Visibility between
+tokens is defined in logprobs.py.
 
 Axes: B rows, T positions, N blocks of queries, C positions of one (M and D: those of keys), K key
 heads, G query heads of each, Q = G times C, H head size.
@@ -14,16 +14,13 @@ heads, G query heads of each, Q = G times C, H head size.
 
 import importlib
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from marin_rl.machine import xla_flags
-from marin_rl.models.axes import ROWS, TENSOR, dividing, on_each_device
 from marin_rl.models.block import MASKED, capped, scaled, softmax
 from marin_rl.models.spec import Spec
 
@@ -381,35 +378,6 @@ def attend_by_levanter(
 
 AXES = ("batch", "position", "kv_head", "q_heads_per_group", "head_size")
 
-# ---------------------------------------------------------------- cuDNN's kernel
-
-# Of cuDNN: head sizes are multiples of 8, and up to 128 on every GPU that has the kernel.
-HEAD_SIZE_MULTIPLE, HEAD_SIZE_MAX = 8, 128
-
-# Compute capability of the first GPUs with bfloat16, and with the kernel (Ampere).
-CAPABILITY_MIN = 8.0
-
-# Flags of XLA with which the kernel fails to compile: it adds up in any order.
-DETERMINISTIC = ("--xla_gpu_exclude_nondeterministic_ops", "--xla_gpu_deterministic_ops")
-
-
-def takes_fused(spec: Spec, dtype: jnp.dtype) -> bool:
-    """True where the kernel is there for this process's devices, and takes the heads."""
-    if spec.cap is not None or spec.sinks:
-        return False
-    if jax.default_backend() != "gpu" or asks_for_determinism():
-        return False
-    fits = spec.head_size % HEAD_SIZE_MULTIPLE == 0 and spec.head_size <= HEAD_SIZE_MAX
-    sixteen_bits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    capability = getattr(jax.local_devices()[0], "compute_capability", "0")
-    return fits and sixteen_bits and float(capability) >= CAPABILITY_MIN
-
-
-def asks_for_determinism() -> bool:
-    """True where XLA_FLAGS leaves only operations that give the same bits every time."""
-    flags = xla_flags()
-    return any(flags.get(name, "false").lower() not in ("false", "0") for name in DETERMINISTIC)
-
 
 def pairs_of(
     segments_BT: Int[Array, "B T"], prompts_BT: Int[Array, "B T"] | None
@@ -420,39 +388,3 @@ def pairs_of(
     if prompts_BT is not None:
         seen_BTT |= prompts_BT[:, :, None] == keys_B1T
     return seen_BTT
-
-
-def attend_fused(
-    query_BTKGH: Float[Array, "B T K G H"],
-    keys_BTKH: Float[Array, "B T K H"],
-    values_BTKH: Float[Array, "B T K H"],
-    seen_BTT: Bool[Array, "B T T"] | None,
-    window: int | None = None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Float[Array, "B T K G H"]:
-    """Causal softmax attention of scaled queries over the pairs seen, all where that is None.
-
-    A query that sees nothing, such as padding, gets some finite mean. "xla" gives the same on any
-    device, with an array of positions by positions. On a mesh each device attends for its own rows
-    and heads: XLA by itself would gather all of them, for it cannot cut a kernel.
-    """
-
-    def own(query: Array, keys: Array, values: Array, *seen: Array) -> Array:
-        B, T, K, G, H = query.shape
-        attended: Any = jax.nn.dot_product_attention(
-            query.reshape(B, T, K * G, H),
-            keys,
-            values,
-            mask=seen[0][:, None] if seen else None,
-            scale=1.0,
-            is_causal=True,
-            local_window_size=None if window is None else (window - 1, 0),
-            implementation=implementation,
-        )
-        return attended.reshape(B, T, K, G, H)
-
-    arrays = [query_BTKGH, keys_BTKH, values_BTKH, *([] if seen_BTT is None else [seen_BTT])]
-    of_rows = dividing(ROWS, len(query_BTKGH))
-    of_heads = PartitionSpec(of_rows, None, dividing((TENSOR,), keys_BTKH.shape[2]))
-    in_specs = (of_heads, of_heads, of_heads, PartitionSpec(of_rows))[: len(arrays)]
-    return on_each_device(own, in_specs, of_heads)(*arrays)

@@ -29,6 +29,7 @@ from marin_rl.models.block import (
     scaled,
 )
 from marin_rl.models.experts import ExpertLoads
+from marin_rl.models.fused_attention import attend_fused, takes_fused
 from marin_rl.models.module import DecoderLayer, LanguageModel, Layers, TrainedLinears
 from marin_rl.models.spec import LayerKind, Rope, Spec
 from marin_rl.training.adapters import Blocks
@@ -36,13 +37,11 @@ from marin_rl.training.attention import (
     Tokens,
     attend,
     attend_by_levanter,
-    attend_fused,
     attend_plainly,
     on_tpu,
     pairs_in_sight,
     pairs_of,
     sight_of,
-    takes_fused,
 )
 from marin_rl.training.context import (
     attend_pieces,

@@ -41,10 +41,10 @@ class AheadRunner(Runner):
 
 
 class AcceleratorRunner(AheadRunner):
-    """Programs as an accelerator has them: whole blocks, and layers in a scan."""
+    """Programs as an accelerator has them: whole blocks, and no conditional."""
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
-        return replace(super()._shaped(plan), whole=True, stacked=True, can_share=False)
+        return replace(super()._shaped(plan), whole=True, can_share=False)
 
 
 def engine_of(

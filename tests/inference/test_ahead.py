@@ -118,7 +118,7 @@ def test_an_engine_with_an_accelerators_programs_has_the_results_of_a_cpus(model
         expected = [result_of(engine, request) for request in requests]
     plan = {"programs": AcceleratorRunner, "prefix_cache": prefix_cache}
     with closing(engine_of(model, **plan)) as engine:
-        assert engine.plan.stacked
+        assert engine.plan.whole
         engine.warm_up()
         for index, result in results_under_load(engine, requests, rng):
             for ours, theirs in zip(result.samples, expected[index].samples, strict=True):

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from inference.engines import (
+    AcceleratorRunner,
     bits,
     engine_of,
     random_requests,
@@ -33,6 +34,7 @@ from marin_rl.inference.batch_invariance import (
 )
 from marin_rl.inference.execution_plan import fall_back
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
+from marin_rl.inference.programs import decode_chunk
 from marin_rl.inference.runner import Runner
 from marin_rl.models.spec import Spec
 
@@ -162,6 +164,26 @@ def test_an_accelerator_names_what_it_does_not_prove_and_promises_no_more(engine
     whole = replace(plan, invariance=replace(ALL, continued=True))
     assert fall_back(whole).not_promised == []
     assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("records")
+def test_an_accelerators_program_is_compiled_once_for_its_proof_and_its_use(model):
+    """One that draws, one that filters, one for all else; a second engine compiles nothing."""
+    wishes = (
+        {},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"raw_logprobs": True},
+        {"logit_bias": ((5, 1.0),)},
+    )
+    known, counts = decode_chunk._cache_size(), []
+    for _ in range(2):
+        with closing(engine_of(model, programs=AcceleratorRunner, slots=4)) as engine:
+            for wish in wishes:
+                result_of(engine, request_of(**wish))
+                counts.append(decode_chunk._cache_size() - known)
+    assert counts == [1, 2, 2, *[3] * 7]
 
 
 @pytest.mark.isa

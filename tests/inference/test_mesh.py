@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from inference.engines import PROGRAMS
+from inference.engines import PROGRAMS, AcceleratorRunner
 from support.models import tiny_model
 from support.quick_programs import run_on_devices
 
@@ -16,6 +16,7 @@ from marin_rl.config import EngineConfig, MeshConfig
 from marin_rl.inference.engine import Engine
 from marin_rl.inference.generation import GenerationRequest
 from marin_rl.inference.programs import ChunkInputs, Limits, decode_chunk
+from marin_rl.inference.runner import Runner
 from marin_rl.inference.weights import compiled_layers, fused_weights, read_model
 from marin_rl.models.module import LanguageModel
 from marin_rl.training.mesh import layout_of
@@ -38,9 +39,9 @@ def on_mesh(model: LanguageModel, **sizes: int) -> LanguageModel:
     return with_parameters(model, placed)
 
 
-def engine_of(model: LanguageModel) -> Engine:
+def engine_of(model: LanguageModel, programs: type[Runner] = Runner) -> Engine:
     config = EngineConfig(slots=8, chunk_steps=4, prefill_rows=4)
-    return Engine(model, config, context_length=CONTEXT)
+    return Engine(model, config, context_length=CONTEXT, programs=programs)
 
 
 def requests() -> list[GenerationRequest]:
@@ -83,11 +84,11 @@ def pointers(arrays: object) -> set[int]:
     }
 
 
-def check(**sizes: int) -> None:
+def check(programs: type[Runner] = Runner, **sizes: int) -> None:
     """Greedy answers as on one device; a swap takes references and compiles nothing."""
     first, second = model_of(0), model_of(1)
     spread, other = on_mesh(first, **sizes), on_mesh(second, **sizes)
-    with closing(engine_of(spread)) as engine:
+    with closing(engine_of(spread, programs)) as engine:
         assert pointers(engine.policy.weights) <= pointers(spread)
         assert_alike(answers(engine), expected(0))
         check_spread(engine, **sizes)
@@ -108,9 +109,12 @@ def check_spread(engine: Engine, data: int = 1, fsdp: int = 1, tensor: int = 1) 
 
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])
-def test_two_devices_answer_as_one(axis):
-    check(**{axis: 2})
+@pytest.mark.parametrize(
+    ("axis", "programs"),
+    [("data", Runner), ("fsdp", Runner), ("tensor", Runner), ("tensor", AcceleratorRunner)],
+)
+def test_two_devices_answer_as_one(axis, programs):
+    check(programs, **{axis: 2})
 
 
 @pytest.mark.slow

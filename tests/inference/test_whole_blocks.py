@@ -1,4 +1,4 @@
-"""The accelerator's programs: one block, layers in a scan, no conditional, kernels of a GPU.
+"""The accelerator's programs: one block, no conditional, kernels of a GPU.
 
 The decode kernel runs interpreted, as Pallas does on a device without it.
 """
@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
+from jax.sharding import NamedSharding, PartitionSpec
 from support.cases import others_slow
 from support.models import tiny_model
 
+from marin_rl.config import MeshConfig
 from marin_rl.cpu_streams import Lanes
 from marin_rl.inference import decoder, programs
 from marin_rl.inference.batch import RunningBatch
 from marin_rl.inference.kv_cache import (
     KERNEL_POSITIONS,
     Limits,
-    StackedBlock,
     WholeBlock,
     attend,
     attend_by_kernel,
@@ -41,11 +42,14 @@ from marin_rl.inference.programs import (
     extend_slots,
     prefill_slots,
 )
+from marin_rl.inference.sampling import UNKNOWN, Asked
 from marin_rl.inference.weights import fused_weights, read_model, rotary_table
-from marin_rl.models.spec import LayerKind, Rope
+from marin_rl.training.mesh import layout_of
 
 SLOTS, CONTEXT = 4, 200
 DTYPE = jnp.dtype(jnp.float32)
+# Of a chunk on an accelerator: it draws, it filters, it does all that may be asked.
+PROGRAMS = Asked(False, False), Asked(True, False), Asked(True, True)
 
 
 def whole_block(rng: np.random.Generator, heads: int, size: int, positions: int) -> WholeBlock:
@@ -76,17 +80,13 @@ def test_the_kernel_attends_as_the_definition_does(
     sink = jnp.asarray(rng.normal(size=(heads, queries)), jnp.float32) if sinks else None
     limits = Limits(window, None, sink)
     at = jnp.asarray([0, 5, positions // 2 + 1, positions - 1], jnp.int32)
-    others = whole_block(rng, heads, size, positions)
-    stack = StackedBlock(*(jnp.stack(pair, 1) for pair in zip(others, block, strict=True)))
 
     @jax.jit
     def each(query: jax.Array, block: WholeBlock, at: jax.Array) -> tuple[jax.Array, ...]:
         by_kernel = attend_by_kernel(query, block, at, limits, interpret=True)
-        of_stack = attend_by_kernel(query, stack._replace(layer=1), at, limits, interpret=True)
-        return by_kernel, of_stack, attend(query, (block,), at, jnp.max(at), None, limits)
+        return by_kernel, attend(query, (block,), at, jnp.max(at), None, limits)
 
-    by_kernel, of_stack, plainly = each(query, block, at)
-    np.testing.assert_array_equal(of_stack, by_kernel)
+    by_kernel, plainly = each(query, block, at)
     np.testing.assert_allclose(by_kernel, plainly, atol=1e-5, rtol=0)
     # by hand, for the slot in the middle
     slot, end = 2, positions // 2 + 2
@@ -98,17 +98,39 @@ def test_the_kernel_attends_as_the_definition_does(
     np.testing.assert_allclose(by_kernel[slot], truth.reshape(-1), atol=1e-5, rtol=0)
 
 
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
+@pytest.mark.usefixtures("itself_compiled_quickly")
+@pytest.mark.parametrize("axis", others_slow(["data", "tensor"], "tensor"))
+def test_each_device_of_a_mesh_attends_to_its_own_slots_and_heads(axis: str) -> None:
+    rng = np.random.default_rng(2)
+    block, at = whole_block(rng, 2, 16, KERNEL_POSITIONS), jnp.asarray([0, 5, 70, 127], jnp.int32)
+    query = jnp.asarray(rng.normal(size=(SLOTS, 2, 3, 16)), jnp.float32)
+    limits = Limits(20, None, jnp.asarray(rng.normal(size=(2, 3)), jnp.float32))
+
+    def attended(query: jax.Array, block: WholeBlock, at: jax.Array) -> jax.Array:
+        return attend_by_kernel(query, block, at, limits, interpret=True)
+
+    expected = jax.jit(attended)(query, block, at)
+    layout = layout_of(MeshConfig(**{axis: 2}))
+    assert layout.mesh is not None
+    with layout.active():
+        cut = NamedSharding(layout.mesh, PartitionSpec(("data", "fsdp"), "tensor"))
+        placed = jax.device_put((query, block), cut)
+        program = jax.jit(attended).lower(*placed, at).compile()
+        np.testing.assert_allclose(program(*placed, at), expected, atol=1e-6, rtol=0)
+    # of queries and of the cache a device has its own
+    assert not re.search(r"f32\[4,2,(3|128),16\]\S* all-gather", str(program.as_text()))
+
+
 class Played:
     """A tiny model's caches after each kind of program, in a form of its cache, and its logits."""
 
     def __init__(self, form: str, **sizes: Any) -> None:
         model = tiny_model(seed=3, context_length=CONTEXT, **sizes)
         self.spec, weights = read_model(model)
-        stacked = form == "stacked"
-        forms = {"whole": form != "blocks", "stacked": stacked}
-        self.cache = empty_cache(self.spec, SLOTS, CONTEXT, DTYPE, **forms)
+        self.cache = empty_cache(self.spec, SLOTS, CONTEXT, DTYPE, whole=form == "whole")
         rotary = rotary_table(self.spec, cache_length(self.cache))
-        self.fused = fused_weights(self.spec, weights, DTYPE, rotary, stacked=stacked)
+        self.fused = fused_weights(self.spec, weights, DTYPE, rotary)
         self.step = jax.jit(partial(decoder.decode_step, self.spec))
 
     def play(self) -> list[np.ndarray]:
@@ -146,23 +168,6 @@ def test_one_block_gives_the_logits_of_many_by_every_program() -> None:
         np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("itself_compiled_quickly")
-@pytest.mark.parametrize("sizes", [{"qkv_bias": True}, {"window": 20}, {"experts": 4}])
-def test_layers_in_a_scan_give_the_logits_of_layers_one_by_one(sizes: dict[str, Any]) -> None:
-    """Five layers, also where every second one has a window: two periods, and half of a third."""
-    rope = Rope(theta=10_000.0, size=8)
-    kinds = (LayerKind(rope=rope, window=sizes.pop("window", None)), LayerKind(rope=rope)) * 2
-    sizes |= {"kinds": (*kinds, kinds[0]), "experts_chosen": 2}
-    stacked, apart = Played("stacked", **sizes), Played("whole", **sizes)
-    for ours, theirs in zip(stacked.play(), apart.play(), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=0)
-    ((stack,),) = stacked.cache
-    pairs = zip(*(of[0] for of in apart.cache), strict=True)
-    for leaf, of_layers in zip(stack[:2], pairs, strict=True):
-        np.testing.assert_allclose(leaf, np.stack(of_layers, 1), atol=2e-5, rtol=0)
-
-
 def test_a_whole_block_grows_with_zeros_behind() -> None:
     block = whole_block(np.random.default_rng(1), 2, 8, KERNEL_POSITIONS)
     length = block_size(2 * KERNEL_POSITIONS - 5, whole=True)
@@ -191,50 +196,34 @@ def lowered_step(form: str, layers: int = 2) -> Any:
 
 @pytest.mark.slow
 def test_a_step_has_no_conditional_and_writes_in_place() -> None:
-    whole, stacked = lowered_step("whole"), lowered_step("stacked")
+    lowered = lowered_step("whole")
     blocks = lowered_step("blocks").compile().as_text()
     # the pattern does find them where they are: in three blocks of each of two layers
     assert count(CONDITIONAL, blocks) == 6
-    # keys and values of each layer, or of all, are donated; a layer writes twice
-    for lowered, donated, scatters in ((whole, 4, 4), (stacked, 2, 2)):
-        text = lowered.compile().as_text()
-        assert count(CONDITIONAL, text) == count(HOST, text) == 0
-        assert count(ALIAS, text) == donated
-        assert count(r'"stablehlo\.scatter"', lowered.as_text()) == scatters
-
-
-def test_the_programs_of_a_scan_are_as_long_for_any_number_of_layers() -> None:
-    few, many = lowered_step("stacked", 2).as_text(), lowered_step("stacked", 12).as_text()
-    assert len(many.splitlines()) == len(few.splitlines())
-    assert len(lowered_step("whole", 4).as_text()) > 1.5 * len(lowered_step("whole").as_text())
-    lines = [len(lowered_prefill(layers).as_text().splitlines()) for layers in (2, 12)]
-    assert lines[0] == lines[1]
-
-
-def lowered_prefill(layers: int) -> Any:
-    played = Played("stacked", layers=layers)
-    tokens, source = np.zeros((2, 64), np.int32), np.zeros(SLOTS, np.int32)
-    inputs = played.spec, played.fused, played.cache, tokens, np.int32(2), source
-    return prefill_slots.lower(*inputs)
+    text = lowered.compile().as_text()
+    assert count(CONDITIONAL, text) == count(HOST, text) == 0
+    # keys and values of each of two layers are donated, and written once
+    assert count(ALIAS, text) == count(r'"stablehlo\.scatter"', lowered.as_text()) == 4
 
 
 @pytest.mark.slow
 def test_a_chunk_samples_on_the_device_and_keeps_its_state_there() -> None:
     """As the engine runs it: cache donated, tokens in a loop, the last chunk's state an input."""
-    played = Played("stacked")
+    played = Played("whole")
     vocabulary = played.spec.vocabulary
     rows = ExtraRows(Lanes(1, SLOTS), CONTEXT, vocabulary, lambda arrays: arrays)
     inputs = RunningBatch(SLOTS, vocabulary, None, rows).inputs
     limits = programs.Limits(np.int32(4), np.int32(0))
     last, unread = SlotState(*np.zeros((3, SLOTS), np.int32)), np.ones(SLOTS, np.bool_)
     chunk = ChunkInputs(inputs, rows.on_device(0), limits, last, unread)
-    # of sampling, each for what some row asks for: adjusted logits (4), filters (2), reports (2)
-    for plain, conditionals in ((False, 8), (True, 0)):
-        sizes = {"spec": played.spec, "steps": 4, "plain": plain}
+    # where the device looks, each for what some row asks for: adjusted logits (4), filters (2),
+    # reports (2); where the host has looked, none
+    for asked, conditionals in ((UNKNOWN, 8), *((each, 0) for each in PROGRAMS)):
+        sizes = {"spec": played.spec, "steps": 4, "asked": asked}
         lowered = decode_chunk.lower(played.fused, played.cache, chunk, **sizes)
         text = str(lowered.compile().as_text())
         assert count(HOST, text) == 0
-        assert count(ALIAS, text) == 2
+        assert count(ALIAS, text) == 4
         assert count(CONDITIONAL, text) == conditionals
 
 
@@ -242,26 +231,22 @@ def lowered_for_gpu(function: Any, *arguments: Any) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_layer_on_a_gpu_is_two_scatters_and_one_kernel(
-    stacked: bool,  # noqa: FBT001 - a parameter
-) -> None:
+def test_a_layer_on_a_gpu_is_two_scatters_and_one_kernel() -> None:
     shape = jax.ShapeDtypeStruct
-    S, L, K, B, H = 64, 24, 2, 2048, 64
-    leaf = shape((S, L, K, B, H) if stacked else (S, K, B, H), jnp.bfloat16)
-    make: Any = partial(StackedBlock, layer=7) if stacked else WholeBlock
+    S, K, B, H = 64, 2, 2048, 64
+    leaf = shape((S, K, B, H), jnp.bfloat16)
     query, key = shape((S, K, 7, H), jnp.bfloat16), shape((S, K, H), jnp.bfloat16)
     limits = Limits(None, None, None)
     positions = shape((S,), jnp.int32)
     text = lowered_for_gpu(
-        lambda q, k, v, at: attend_by_kernel(q, make(k, v), at, limits),
+        lambda q, k, v, at: attend_by_kernel(q, WholeBlock(k, v), at, limits),
         query, leaf, leaf, positions,
     )  # fmt: skip
     assert text.count("xla.gpu.triton") == 1
     # nothing of the cache's size is transposed, sliced or copied on the way to the kernel
     assert not re.search(r"stablehlo\.(transpose|scatter|case|if|dynamic_slice|gather)", text)
     from_step = lowered_for_gpu(
-        lambda k, v, key, at: decoder.write((make(k, v),), key, key, at)[0][:2],
+        lambda k, v, key, at: decoder.write((WholeBlock(k, v),), key, key, at)[0],
         leaf, leaf, key, positions,
     )  # fmt: skip
     assert from_step.count('"stablehlo.scatter"') == 2
@@ -277,7 +262,7 @@ def test_the_form_of_cudnn_attends_to_prompts_as_the_definition_does(window: int
     query = jnp.asarray(rng.normal(size=PROMPTS), jnp.float32)
     key, value = jnp.asarray(rng.normal(size=(2, R, P, K, H)), jnp.float32)
     limits = Limits(window, None, None)
-    fused = decoder.attend_fused(query, key, value, limits, "xla")
+    fused = decoder.attend_fused(query, key, value, None, window, "xla").reshape(R, P, -1)
     scores = np.einsum("rpkgh,rtkh->rkgpt", query, key)
     behind = np.arange(P)[:, None] - np.arange(P)
     seen = (behind >= 0) & (behind < (window or P))
@@ -298,9 +283,8 @@ def test_prompts_on_a_gpu_are_attended_to_by_cudnn_in_tiles_of_2048_tokens(
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     R, P, K, G, H = 4, 512, 2, 7, 64
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    limits = Limits(None, None, None)
     text = lowered_for_gpu(
-        lambda q, k, v: decoder.attend_fused(q, k, v, limits),
+        lambda q, k, v: decoder.attend_fused(q, k, v, None),
         shape((R, P, K, G, H)), shape((R, P, K, H)), shape((R, P, K, H)),
     )  # fmt: skip
     assert text.count("__cudnn$fmhaSoftmax") == 1

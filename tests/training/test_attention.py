@@ -13,6 +13,7 @@ from support.cases import others_slow
 
 from marin_rl.config import MeshConfig
 from marin_rl.errors import ConfigError
+from marin_rl.models import fused_attention
 from marin_rl.training import attention, context
 from marin_rl.training.attention import Tokens, attend, sight_of
 from marin_rl.training.mesh import layout_of
@@ -140,7 +141,7 @@ def test_attention_of_a_gpu_sees_the_same_pairs():
     @jax.jit
     def fused(query, keys, values, segments, prompts):
         pairs = attention.pairs_of(segments, prompts)
-        return attention.attend_fused(query, keys, values, pairs, None, "xla")
+        return fused_attention.attend_fused(query, keys, values, pairs, None, "xla")
 
     found = fused(query, keys, values, segments, prompts)
     expected = jax.jit(dense)(query, keys, values, (segments, prompts, None))
@@ -162,7 +163,9 @@ def test_attention_of_a_gpu_is_each_devices_own_on_a_mesh(axis, packed):
 
     def combined(query, keys, values):
         seen = jnp.asarray(pairs) if packed else None
-        found = attention.attend_fused(query, keys, values, seen, None if packed else 7, "xla")
+        found = fused_attention.attend_fused(
+            query, keys, values, seen, None if packed else 7, "xla"
+        )
         return jnp.sum(found * weights), found
 
     graded = jax.grad(combined, argnums=(0, 1, 2), has_aux=True)
@@ -250,4 +253,4 @@ def test_each_device_has_an_early_and_a_late_piece_of_a_row():
 )
 def test_the_kernel_of_a_gpu_is_left_out_where_bits_are_to_be_the_same(flags, asks, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    assert attention.asks_for_determinism() is asks
+    assert fused_attention.asks_for_determinism() is asks

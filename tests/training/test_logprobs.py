@@ -11,7 +11,8 @@ from support.cases import others_slow
 from support.models import reference_logits
 from training.batches import LENGTH, VOCAB, random_batch, tiny_policy
 
-from marin_rl.training import attention, hidden_states
+from marin_rl.models import fused_attention
+from marin_rl.training import hidden_states
 from marin_rl.training import logprobs as trainer_logprobs
 from marin_rl.training.logprobs import ALONE, Packing, token_logprobs
 from marin_rl.training.model import (
@@ -274,7 +275,7 @@ def test_rows_score_by_the_attention_of_a_gpu_as_by_that_of_a_cpu(name, monkeypa
     model, arrays = model_of(**MODELS["qwen3"] | {"layers": 1}), rows()
     expected = jax.jit(partial(token_logprobs, packing=packing))(model, *arrays)[:2]
     taken = []
-    kernel = partial(attention.attend_fused, implementation="xla")
+    kernel = partial(fused_attention.attend_fused, implementation="xla")
     monkeypatch.setattr(hidden_states, "takes_fused", lambda *_: True)
     monkeypatch.setattr(
         hidden_states, "attend_fused", lambda *given: taken.append(given[3]) or kernel(*given)

@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support.fault_injection import inject_faults
@@ -20,6 +21,7 @@ from marin_rl.config import load_config
 from marin_rl.errors import (
     CommitConflict,
     ConfigError,
+    DeviceLost,
     InputError,
     NonFiniteUpdate,
     StoreUnavailable,
@@ -35,6 +37,7 @@ from marin_rl.storage.runs import (
 )
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.tokenizers import TokenizerIdentity, character_tokenizer
+from marin_rl.training.backend import DeviceBackend
 from marin_rl.training.compiled_step import rows_compiled_for
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
@@ -177,6 +180,29 @@ def test_too_many_refused_updates_end_the_round_and_commit_nothing(debug, tokeni
     after = trainer.train_round(1, one, first)
     assert after.summary["updates/skipped"] == 1
     assert after.summary["updates/steps"] == 1
+
+
+@pytest.mark.bits
+@pytest.mark.slow
+def test_a_card_lost_in_a_round_costs_that_round_alone_and_no_bit(
+    debug, tokenizer, tmp_path, monkeypatch
+):
+    undisturbed, trainer, first = begin(debug(*SETTINGS, f"root={tmp_path / 'other'}"), tokenizer)
+    expected = identity_of(undisturbed, play(undisturbed, trainer, first, [0])).parameters_digest
+    run, trainer, first = begin(debug(*SETTINGS), tokenizer)
+    batches = batches_of(run, 0)
+
+    def lost(backend):
+        raise jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: an ECC error")
+
+    with monkeypatch.context() as card:
+        card.setattr(DeviceBackend, "_optim_step", lost)
+        with pytest.raises(DeviceLost, match="continues from its last checkpoint"):
+            trainer.train_round(0, batches, first)
+    assert committed_checkpoint(run, 1) is None
+    # as in the process that is started again
+    after = Trainer(run, tokenizer).train_round(0, batches, first)
+    assert identity_of(run, after).parameters_digest == expected
 
 
 @pytest.mark.bits
