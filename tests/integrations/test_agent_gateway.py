@@ -242,6 +242,41 @@ def test_a_stream_is_kept_alive_and_ends_with_its_session(
     run(tmp_path, None, body)
 
 
+@pytest.mark.parametrize(
+    ("path", "begins", "ends"),
+    [
+        (
+            "chat/completions",
+            'data: {"error":{"message":"prompt is too long',
+            '"context_length_exc',
+        ),
+        ("responses", "event: response.failed", '"code":"context_length_exceeded"'),
+        ("messages", "event: error", '"message":"prompt is too long: 9 tokens > 8 maximum"'),
+    ],
+)
+def test_a_stream_that_began_ends_with_the_refusal_of_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, begins: str, ends: str
+) -> None:
+    monkeypatch.setattr(agent_gateway, "KEEP_ALIVE_S", 0.05)
+
+    async def body(opened: Session, client: httpx.AsyncClient) -> None:
+        asked = {"messages": QUESTION, "input": "x", "stream": True}
+        async with client.stream("POST", f"/v1/{path}", json=asked) as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == ": waiting"
+            refused = opened.calls.get_nowait()
+            opened.refuse(refused, "prompt is too long: 9 tokens > 8 maximum")
+            told = [line async for line in lines if line and not line.startswith(":")]
+        assert told[0].startswith(begins)
+        assert ends in told[-1]
+        # asked again, it is another call
+        again = asyncio.ensure_future(client.post(f"/v1/{path}", json={**asked, "stream": False}))
+        (await opened.calls.get()).answered.set_result(ANSWERS["text"])
+        assert (await again).status_code == 200
+
+    run(tmp_path, None, body)
+
+
 def test_a_conversation_is_the_same_however_its_client_writes_it() -> None:
     chat = ChatCompletions.parse(
         {
