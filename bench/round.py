@@ -290,7 +290,8 @@ def our_config(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
         "training": {
             "learning_rate": work.learning_rate,
             "warmup_steps": 0,
-            "microbatch_sequences": 1,
+            # of a real model a whole group, whose prompt is then computed once
+            "microbatch_sequences": 1 if work.model is None else 4,
         },
         "evaluation": {"every_rounds": 1_000_000, "examples": 1},
     }

@@ -25,6 +25,7 @@ from marin_rl.config import Config, load_config, override, parse_config, pin_fil
 from marin_rl.doctor.stages import EVALUATE, OF_PAIRS
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
+from marin_rl.machine import share_one_heap
 from marin_rl.processes import joined
 from marin_rl.progress import ProgressEvent, listening, publish
 from marin_rl.rollouts.pinned import as_begun, record_rows
@@ -94,6 +95,7 @@ def open_session(config: Config, flow: str) -> Iterator[RunRef]:
     publish(ProgressEvent(run_id=config.run_id, stage="start", total=config.rounds))
     # Here, for Levanter's attention cannot be imported by two threads at once: a worker's flow run
     # that trains while it samples would do so, and fail. By hand `prefect_api` has done it already.
+    share_one_heap()  # before they start threads
     for module in HEAVY:
         importlib.import_module(module)
     # Seconds of imports, in which a server of this process starts.

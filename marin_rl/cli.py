@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from marin_rl.errors import INTERRUPTED, MarinRLError
+from marin_rl.machine import share_one_heap
 from marin_rl.progress import saying
 
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
@@ -236,6 +237,7 @@ def main() -> None:
     # An eighth of a short command's time is Python's collector, called 150 times while modules are
     # imported. Runs and servers choose their own number once they work.
     gc.set_threshold(IMPORTED_OBJECTS, *gc.get_threshold()[1:])
+    share_one_heap()  # before any library starts threads
     try:
         with saying():
             app()

@@ -116,26 +116,20 @@ class RunRuntime:
     @cached_property
     def trainer(self) -> "Trainer":
         """The run's trainer, before any checkpoint is loaded. Raises InputError, ConfigError."""
-        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.loop import Trainer
 
-        prepare_for_training()
         return Trainer(self._run, self.tokenizer)
 
     @cached_property
     def _warm_start(self) -> "WarmStart":
-        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.sft import WarmStart
 
-        prepare_for_training()
         return WarmStart(self._run, self.tokenizer)
 
     def _pair_phase(self, section: PairSection) -> "PairPhase":
-        from marin_rl.compilation import prepare_for_training
         from marin_rl.training.pair_phase import PreferenceTraining, RewardModelTraining
 
         if section not in self._pair_phases:
-            prepare_for_training()
             kind = PreferenceTraining if section == "preference" else RewardModelTraining
             self._pair_phases[section] = kind(self._run, self.tokenizer)
         return self._pair_phases[section]

@@ -25,7 +25,7 @@ from marin_rl.commands.options import err, report
 from marin_rl.config import Config, DistributedConfig
 from marin_rl.config.files import paths_in
 from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
-from marin_rl.machine import LOOPBACK, computes_on_host, share_one_heap
+from marin_rl.machine import LOOPBACK, computes_on_host
 from marin_rl.processes import POLL_S, Processes, begun, join, own_address
 
 COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
@@ -109,7 +109,6 @@ def _joined(settings: DistributedConfig) -> Processes:
     import jax
     from jax._src import distributed
 
-    share_one_heap()  # before JAX starts its threads
     if computes_on_host():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _silence_gloo()

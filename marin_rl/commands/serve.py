@@ -20,7 +20,6 @@ from marin_rl.commands.options import key_named, load, open_run, print_error, pr
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.integrations import integration
-from marin_rl.machine import share_one_heap
 from marin_rl.progress import phase
 
 Adapters = Annotated[
@@ -89,7 +88,6 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     inference.endpoints is `registered`. With --json, a line of standard output for each state:
     compiling, ready (with url and model), draining, ended.
     """
-    share_one_heap()
     check_flags(
         run_name,
         model,

@@ -19,7 +19,7 @@ from marin_rl.doctor.stages import (
 )
 from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.inference.batch_invariance import recorded_proofs
-from marin_rl.machine import computes_on_host, machine_facts, share_one_heap
+from marin_rl.machine import computes_on_host, machine_facts
 from marin_rl.processes import joined
 from marin_rl.storage.runs import Run
 from marin_rl.tokenizers import tokenizer_for
@@ -38,7 +38,6 @@ def loss(config: Config) -> str:
     """Check that a loss of the user's own has a finite value and gradient on a small batch."""
     if config.objective.loss is None:
         return f"surrogate {config.objective.surrogate}"
-    share_one_heap()  # as a flow does, before JAX starts its threads
     return check_loss(config.objective)
 
 
@@ -46,7 +45,6 @@ def accelerator(config: Config) -> str:
     """Start JAX where a GPU may be; check that it is used, and that the run fits its memory."""
     if computes_on_host():
         return "none: computes on the CPU"
-    share_one_heap()
     first = start_devices(config.policy.compute_dtype)[0]
     return f"{first.device_kind}; {system.memory(config)}"
 
@@ -71,7 +69,6 @@ def mesh(config: Config) -> str:
     sizes = config.mesh.model_dump().values()
     if max(sizes) <= 1 and (-1 in sizes or joined() is None):
         return "fits any number of devices"
-    share_one_heap()
     return devices(config)
 
 
@@ -92,7 +89,6 @@ def machine(_: Config) -> str:
 
 def programs(config: Config) -> str:
     """Check that every program of the run can be built, by tracing them with shapes only."""
-    share_one_heap()
     recorded: Modules | None = None
     if config.policy.lora is not None and config.policy.lora.init_from is not None:
         with suppress(ObjectMissing):  # the folder that the adapter began from may be gone
@@ -103,12 +99,10 @@ def programs(config: Config) -> str:
 
 
 def reward_model_programs(config: Config) -> str:
-    share_one_heap()
     return f"{trace_reward_model(config, tokenizer_for(config.policy))} traced by shapes"
 
 
 def preference_programs(config: Config) -> str:
-    share_one_heap()
     return f"{trace_preference(config, tokenizer_for(config.policy))} traced by shapes"
 
 

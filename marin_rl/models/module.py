@@ -17,7 +17,7 @@ from haliax import Axis, NamedArray
 from haliax.nn import Linear
 from jaxtyping import Array
 
-from marin_rl.models.block import Activation, Linears, Norm, Norms
+from marin_rl.models.block import Activation, Linears, Norm, Norms, times
 from marin_rl.models.experts import ExpertWeights, by_piece, pieces
 from marin_rl.models.spec import Spec
 
@@ -263,8 +263,18 @@ class TrainedLinears(Linears):
 def _product(
     matrix: Matrix, named: NamedArray, over: tuple[str, ...], out: tuple[str, ...]
 ) -> Array:
-    product = hax.auto_sharded(hax.dot(named, matrix.weight, axis=over))
+    product = hax.auto_sharded(hax.dot(named, matrix.weight, axis=over, dot_general=MULTIPLY))
     return (product if matrix.bias is None else product + matrix.bias).rearrange(out).array
+
+
+class Multiply(eqx.Module):
+    """`times` as haliax calls it: with the last axes of both."""
+
+    def __call__(self, lhs: Any, rhs: Any, dimension_numbers: Any, *_: Any, **__: Any) -> Any:
+        return times(lhs, rhs, len(dimension_numbers[0][0]))
+
+
+MULTIPLY: Any = Multiply()
 
 
 # ---------------------------------------------------------------- templates
@@ -365,7 +375,8 @@ def _linear(axes: _Axes, into: Any, out: Any, *, bias: bool) -> Linear:
     outputs = (out,) if isinstance(out, Axis) else out
     inputs = (into,) if isinstance(into, Axis) else into
     weight = named_shape(axes.layer, *outputs, *inputs)
-    return Linear(weight, named_shape(axes.layer, *outputs) if bias else None, into, out)
+    of_bias = named_shape(axes.layer, *outputs) if bias else None
+    return Linear(weight, of_bias, into, out, dot_general=MULTIPLY)
 
 
 def _scale_of(spec: Spec, stacked: tuple[Axis, ...]) -> Callable[..., Scale]:

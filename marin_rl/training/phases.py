@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from marin_rl.compilation import nbytes
+from marin_rl.compilation import nbytes, prepare_for_training
 from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
 from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory, heap_bytes
 from marin_rl.progress import ProgressEvent, Stage, publish
@@ -45,6 +45,7 @@ class Phase:
     stage: ClassVar[Stage]
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
+        prepare_for_training()
         self._run, self._tokenizer, self._program = run, tokenizer, program
         self._names = TokenizerIdentity.of(tokenizer)
         self._source = PolicySource(run, tokenizer, program)
