@@ -286,7 +286,6 @@ def _import(modules: Sequence[str]) -> None:
 
 @contextmanager
 def _local_server(warm: Sequence[str]) -> Iterator[ApiConnection]:
-    """Start a server, wait until it answers, and end it with the block."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/api"
     spare = tempfile.TemporaryDirectory(prefix="marin-rl-prefect-")

@@ -112,7 +112,6 @@ class Window(Rounds):
         self._interruption = Interruption()
 
     async def _evaluate_until(self, version: int) -> None:
-        """Serve and evaluate checkpoints before `version` whose evaluation is due."""
         for number in range(self._first, version):
             if self._is_due(number) and committed(self._opened, evals_slot(number)) is None:
                 await self._served(StageRunner(self._config.flow), number, needed=False)

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
@@ -159,15 +158,13 @@ class Manifest:
             raise Malformed(f"expected the fields {sorted(known)}, found {_shown(sorted(record))}")
         if canonical_json({**record, "digest": sha256_of(unsealed)}) != data:
             raise Malformed("the manifest is not canonical JSON: it was not written by marin-rl")
-        manifest = validated(lambda: _shape().validate_json(unsealed))
+        manifest = validated(lambda: _MANIFEST.validate_json(unsealed))
         if len({part.name for part in manifest.parts}) < len(manifest.parts):
             raise Malformed("expected parts with names of their own, found one twice")
         return manifest
 
 
-@cache
-def _shape() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def _plain(record: Manifest | Parent | Part) -> dict[str, Any]:

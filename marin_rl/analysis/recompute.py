@@ -273,7 +273,6 @@ def _counts(step: RecordedStep) -> Int64[np.ndarray, " S"]:
 
 
 def _ratios(step: RecordedStep, objective: ObjectiveConfig) -> Float32[np.ndarray, " N"]:
-    """Importance ratios by the log-probabilities that are recorded next to them."""
     old = step.rows_if_recorded("old_logprobs")
     log_BT = log_ratios(
         step.rows("trainer_logprobs")[0],

@@ -203,7 +203,6 @@ def rounds_table(rows: Sequence[Mapping[str, Any]], title: str, limit: int = 12)
 
 
 def fleet_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Servers that announce themselves, with what their last heartbeats say."""
     headings = (
         "server", "labels", "serves", "queued", "busy", "slots", "tokens/s", "idle", "heartbeat",
     )  # fmt: skip

@@ -121,7 +121,6 @@ def dequantize_base(parameters: Mapping[str, Any], shapes: Shapes) -> dict[str, 
 
 
 def is_quantized(name: str) -> bool:
-    """True for the name of an array of a quantised weight."""
     return name.rpartition(":")[2] in FIELDS
 
 

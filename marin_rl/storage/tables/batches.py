@@ -95,7 +95,6 @@ class BatchWriter:
 
 
 def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Table) -> Part:
-    """Write the dispositions of a round under a name unique to `attempt`."""
     writer = TableWriter(DISPOSITIONS_LADDER, DISPOSITIONS, {})
     # At least once: a round without rollouts has a table without rows, and not no part.
     for start in range(0, max(table.num_rows, 1), DISPOSITIONS_ROW_GROUP_ROWS):

@@ -8,7 +8,7 @@ out. The footer has a digest of what was pushed, by which a repeated request fin
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -69,13 +69,14 @@ class GroupQueue:
     def open(self) -> None:
         """Read what is committed. Raises StoreUnavailable, CorruptObject, NewerSchema."""
         # From what is committed: there is no counter that a crash could leave behind or ahead.
-        self.accepted = max(self._ends(), default=0)
+        listed = set(self._run.store.list("rollouts"))
+        self.accepted = max(self._ends(listed), default=0)
         first = max(0, self.accepted - RECENT_MAX)
         places = [place_of(self._run.config, n) for n in range(first, self.accepted)]
-        there = set(self._run.store.list("rollouts"))  # gc takes those that shards have collected
-        listed = [place for place in places if self._key(place) in there]
-        keys = [self._key(place) for place in listed]
-        for place, data in zip(listed, load_readable(self._run.store, keys), strict=True):
+        # Gc takes those that shards have collected.
+        there = {key: place for place in places if (key := self._key(place)) in listed}
+        present = load_readable(self._run.store, there)
+        for place, data in zip(there.values(), present, strict=True):
             if data is not None:
                 self._remember(place, self._stamp(place, data))
 
@@ -158,10 +159,10 @@ class GroupQueue:
         folder = layout.pieces_folder(place.round, place.shard, self._fingerprint)
         return f"{folder}/{layout.piece_name(place.group_id.rpartition('/')[2], 0)}"
 
-    def _ends(self) -> Iterator[int]:
+    def _ends(self, keys: Iterable[str]) -> Iterator[int]:
         """Yield the number after each group that is committed, as a piece or in a shard."""
         rollouts = self._run.config.rollouts
-        for key in self._run.store.list("rollouts"):
+        for key in keys:
             _, name, *path = key.split("/")
             round, inner = layout.round_of(name), "/".join(path)
             if round is None:

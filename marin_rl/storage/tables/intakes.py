@@ -68,9 +68,6 @@ class Settled:
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and (number < self.floor or number in self.above)
 
-    def __len__(self) -> int:
-        return self.floor + len(self.above)
-
     def left(self, numbers: range) -> set[int]:
         """Those of `numbers` that no intake has taken or dropped."""
         return {*range(max(numbers.start, self.floor), numbers.stop)} - self.above

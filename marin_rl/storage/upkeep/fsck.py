@@ -258,7 +258,6 @@ class _Checks:
         return Fault("wrong parent", reader.source, detail)
 
     def _code(self, key: str) -> Outcome:
-        """Check a copy of code, whose name is its digest."""
         place = self.store.url_of(key)
         try:
             data = load(self.store, key)

@@ -135,7 +135,6 @@ def fork_faults(
 
 
 def unnamed_faults(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
-    """Objects among the slots that nothing commits."""
     for item in inventory.items:
         place = store.url_of(item.key)
         if item.role == "stray":
