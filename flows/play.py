@@ -25,13 +25,8 @@ from prefect.exceptions import Pause
 
 from flows.session import pause_if_suspended
 from marin_rl.rounds import overlap_metrics, transfer_metrics
-from marin_rl.storage.runs import (
-    RunRef,
-    committed,
-    committed_checkpoint,
-    evals_slot,
-    rollouts_slot,
-)
+from marin_rl.storage import layout
+from marin_rl.storage.runs import RunRef, committed, committed_checkpoint
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.generate import evaluate, extend, generate, seal
 from tasks.options import GROUP, StageRunner, open_run
@@ -250,7 +245,7 @@ class Rounds(ABC):
         seen, policy = self._policy
         if seen == version and (policy is not None or not needed):
             return policy
-        due = self._is_due(version) and committed(self._opened, evals_slot(version)) is None
+        due = self._is_due(version) and committed(self._opened, layout.evals_slot(version)) is None
         policy = None
         if needed or due:
             policy = await stages.run(serve, self._run, version, await self._version(version))
@@ -293,7 +288,7 @@ class InOrder(Rounds):
         began = time.monotonic()
         await self._version(version)
         idle_s = time.monotonic() - began
-        sealed = committed(self._opened, rollouts_slot(round))
+        sealed = committed(self._opened, layout.rollouts_slot(round))
         policy = await self._served(stages, version, needed=sealed is None)
         if sealed is None:
             assert policy is not None, "it was needed"

@@ -17,17 +17,10 @@ from marin_rl.analysis.scan import scan_dispositions
 from marin_rl.batching.dispositions import advantage_choice
 from marin_rl.config import ObjectiveConfig
 from marin_rl.errors import CorruptObject, InputError, ObjectMissing
+from marin_rl.storage import layout
 from marin_rl.storage.commits import committed_manifest, count_in, read_manifest
-from marin_rl.storage.layout import intake_slot
 from marin_rl.storage.run_records import RUN_KEY, read_record
-from marin_rl.storage.runs import (
-    Run,
-    base_slot,
-    batches_slot,
-    checkpoint_slot,
-    latest_checkpoint,
-    shard_key,
-)
+from marin_rl.storage.runs import Run, latest_checkpoint
 from marin_rl.storage.tables.batches import dispositions_of, iter_batch_names
 from marin_rl.storage.tables.rollouts import iter_shards, rollouts_manifest
 from schemas.manifests import Manifest, sha256_of
@@ -94,7 +87,7 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
     Without `step`, every update of the round. Raises ObjectMissing where nothing was trained on
     there, CorruptObject, NewerSchema.
     """
-    batches = committed_manifest(run.store, batches_slot(round))
+    batches = committed_manifest(run.store, layout.batches_slot(round))
     consumed = _consumed(run, batches, step, row)
     if not consumed:
         url = run.store.url_of(batches.slot)
@@ -106,25 +99,25 @@ def trace(run: Run, round: int, step: int | None = None, row: int | None = None)
         raise ObjectMissing(f"{url}: no rollout stands in {place}; expected a step below {steps}")
     graph, player = Lineage(left_out=max(len(consumed) - ROLLOUTS_MAX, 0)), run.at_round(round)
     places = consumed[:ROLLOUTS_MAX]
-    trained = read_manifest(run.store, checkpoint_slot(round + 1))
+    trained = read_manifest(run.store, layout.checkpoint_slot(round + 1))
     if trained is not None:
         _add_slot(graph, trained[0], [f"round {round}, step {p['step']}" for p in places])
     for place in places:
         name = f"round {round}, step {place['step']}"
         line = f"{name}, row {place['row']}"
-        above = [line, checkpoint_slot(round), player.run_id]
+        above = [line, layout.checkpoint_slot(round), player.run_id]
         graph.add("update", name, above, round=round, step=place["step"])
         graph.add(
             "batch row", line, [place["rollout_id"], batches.slot], advantage=place["advantage"]
         )
     _add_slot(graph, batches, [parent.slot for parent in batches.parents])
-    if (intake := read_manifest(run.store, intake_slot(round))) is not None:
+    if (intake := read_manifest(run.store, layout.intake_slot(round))) is not None:
         _add_slot(graph, intake[0], [parent.slot for parent in intake[0].parents])
     # A round may train on rollouts of earlier ones again.
     for number in sorted({int(place["round_generated"]) for place in places}, reverse=True):
         names = [p["rollout_id"] for p in places if p["round_generated"] == number]
         _add_rollouts(graph, run, number, names)
-    add_policy(graph, run, checkpoint_slot(round))
+    add_policy(graph, run, layout.checkpoint_slot(round))
     _add_run(graph, player)
     return graph
 
@@ -156,7 +149,7 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
         return graph
     latest = latest_checkpoint(run)
     for number in range(round + 1, (latest.number if latest else 0) + 1):
-        manifest = committed_manifest(run.store, checkpoint_slot(number))
+        manifest = committed_manifest(run.store, layout.checkpoint_slot(number))
         directly = "directly" if number == round + 1 else "through the parameters"
         _add_slot(graph, manifest, [before], influenced=directly)
         before = manifest.slot
@@ -167,7 +160,7 @@ def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts
     """The rows and updates of its round that a rollout influenced; the last update, if any."""
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
-    batches = committed_manifest(run.store, batches_slot(round))
+    batches = committed_manifest(run.store, layout.batches_slot(round))
     consumed = _consumed(run, batches, None, None)
     rows = [row for row in consumed if _depends(row, place, player.config.objective)]
     if not rows:
@@ -353,14 +346,14 @@ def _add_rollouts(graph: Lineage, run: Run, round: int, names: Sequence[str]) ->
                 f"{run.store.url_of(sealed.slot)}: expected the rollout {name!r}, which "
                 "dispositions of the round name, found none; `marin-rl audit` compares them"
             )
-        shard, version = shard_key(round, row.pop("shard")), row["policy_version_min"]
+        shard, version = layout.shard_key(round, row.pop("shard")), row["policy_version_min"]
         turns = [f"{turn['role']}: {turn['content']}" for turn in row.pop("turns")]
         facts = {
             key: value for key, value in row.items() if key not in ("rollout_id", *TOKEN_VERSIONS)
         }
         ages = _tokens_by_version(row, round)
         versions = sorted(map(int, ages)) or [version]
-        policies_of = [checkpoint_slot(each) for each in versions]
+        policies_of = [layout.checkpoint_slot(each) for each in versions]
         facts |= {"tokens_by_policy_version": ages or None, "text": "\n".join(turns)}
         graph.add("rollout", name, [shard, *policies_of], **facts)
         digest = digests.get(shard.rpartition("/")[2])
@@ -389,9 +382,9 @@ def add_policy(graph: Lineage, run: Run, slot: str) -> None:
     checkpoint = read_manifest(run.store, slot)
     if checkpoint is not None:
         adapts = "base_digest" in checkpoint[0].extra
-        _add_slot(graph, checkpoint[0], [*([base_slot()] if adapts else []), owner])
+        _add_slot(graph, checkpoint[0], [*([layout.base_slot()] if adapts else []), owner])
         if adapts:
-            _add_slot(graph, committed_manifest(run.store, base_slot()), [owner])
+            _add_slot(graph, committed_manifest(run.store, layout.base_slot()), [owner])
     own = owner == run.run_id
     _add_run(graph, run if own else Run.open(run.config.root, owner, run.config.storage_options))
 

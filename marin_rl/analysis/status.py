@@ -16,6 +16,7 @@ from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
+from marin_rl.storage import layout
 from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
 from marin_rl.storage.run_progress import (
@@ -31,11 +32,8 @@ from marin_rl.storage.runs import (
     LATEST_OF_PAIRS,
     LOCK_KEY,
     Run,
-    batches_slot,
-    checkpoint_slot,
     committed_checkpoint,
     latest_sft,
-    rollouts_slot,
     runs_under,
 )
 from marin_rl.storage.stores.locks import Holder, holder_in
@@ -192,7 +190,7 @@ def _best(run: Run, trained: int) -> str | None:
         return None
     best = best_checkpoints(values)[-1]
     ended = "; the run ended early" if ends_early(run, config, trained) else ""
-    return f"{checkpoint_slot(best)}, {metric} {values[best]:.4g}{ended}"
+    return f"{layout.checkpoint_slot(best)}, {metric} {values[best]:.4g}{ended}"
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
@@ -385,7 +383,7 @@ def standstill(
 
 def _idle_s(run: Run, round: int, now: datetime) -> float | None:
     """Seconds since the newest commit of this round or of the policy it starts from."""
-    slots = (checkpoint_slot(round), rollouts_slot(round), batches_slot(round))
+    slots = (layout.checkpoint_slot(round), layout.rollouts_slot(round), layout.batches_slot(round))
     commits = [item for slot in slots if (item := read_manifest(run.store, slot))]
     if not commits:
         return None

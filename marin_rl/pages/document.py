@@ -39,20 +39,11 @@ from marin_rl.pages.charts import make_charts
 from marin_rl.pages.records import Facts, Page, RoundSlots, Slot
 from marin_rl.pages.rounds import Amount, RoundPart, TokenTexts, read_round
 from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
+from marin_rl.storage import layout
 from marin_rl.storage.commits import read_manifest
 from marin_rl.storage.run_progress import RoundProgress
 from marin_rl.storage.run_records import RUN_KEY
-from marin_rl.storage.runs import (
-    Run,
-    batches_slot,
-    checkpoint_slot,
-    evals_slot,
-    preference_slot,
-    reward_model_slot,
-    rollouts_slot,
-    sft_slot,
-    steps_in,
-)
+from marin_rl.storage.runs import Run, steps_in
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from schemas.manifests import Manifest
 
@@ -159,9 +150,9 @@ class RunPage:
         """Metrics of checkpoints of phases of steps; read once where rounds have `begun`."""
         config = self._run.config
         slots = {
-            "sft": sft_slot if config.policy.init == "sft" else None,
-            "reward_model": reward_model_slot if config.reward_model else None,
-            "preference": preference_slot if config.preference else None,
+            "sft": layout.sft_slot if config.policy.init == "sft" else None,
+            "reward_model": layout.reward_model_slot if config.reward_model else None,
+            "preference": layout.preference_slot if config.preference else None,
         }
         for phase, slot_of in slots.items():
             if slot_of is not None and not (begun and phase in self._steps):
@@ -216,11 +207,11 @@ def _trained(number: int, committed: dict[int, RoundProgress]) -> bool:
 def round_slots(run: Run, round: int) -> dict[str, Slot]:
     """The committed slots of a round by their part in it, in the order they were made."""
     titles = {
-        checkpoint_slot(round): "policy that sampled",
-        evals_slot(round): "held-out evaluation of it",
-        rollouts_slot(round): "rollouts",
-        batches_slot(round): "batches and dispositions",
-        checkpoint_slot(round + 1): "policy after training",
+        layout.checkpoint_slot(round): "policy that sampled",
+        layout.evals_slot(round): "held-out evaluation of it",
+        layout.rollouts_slot(round): "rollouts",
+        layout.batches_slot(round): "batches and dispositions",
+        layout.checkpoint_slot(round + 1): "policy after training",
     }
     manifests = [(title, read_manifest(run.store, slot)) for slot, title in titles.items()]
     return {title: slot_of(*item) for title, item in manifests if item}

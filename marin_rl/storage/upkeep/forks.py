@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 from marin_rl.config import Config, differences, override, parse_config, pin_files
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
+from marin_rl.storage import layout
 from marin_rl.storage.commits import committed_manifest, read_manifest
-from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_progress import is_closed, optimizer_round
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
 from marin_rl.storage.runs import (
     Run,
-    checkpoint_slot,
     is_run_name,
     latest_checkpoint,
-    metrics_key,
     place_named,
     refuse_other_content,
 )
@@ -51,10 +49,10 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
     # Before anything is written: a name that is taken by a failed fork cannot be used again.
     if round and not is_closed(parent, round - 1):
         # A fork cannot write metrics of a round that it shares.
+        closed = parent.store.url_of(layout.metrics_key(round - 1))
         raise ObjectMissing(
-            f"{parent.store.url_of(metrics_key(round - 1))} is not committed: expected round "
-            f"{round - 1} to be closed before a fork from its checkpoint; continue run "
-            f"{parent.run_id!r} first"
+            f"{closed} is not committed: expected round {round - 1} to be closed before a fork "
+            f"from its checkpoint; continue run {parent.run_id!r} first"
         )
     ancestors = _chain(parent, round)
     own = open_store(config.root, config.storage_options).at(run_id)
@@ -83,7 +81,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
 
 def _before(parent: Run, round: int) -> set[int]:
     """Earlier checkpoints that restore the optimizer's state of one that leaves it out."""
-    manifest = committed_manifest(parent.store, checkpoint_slot(round))
+    manifest = committed_manifest(parent.store, layout.checkpoint_slot(round))
     whole = optimizer_round(manifest)
     if whole is None:
         return set()
@@ -128,7 +126,7 @@ def _forked_config(parent: Run, run_id: str, overrides: Sequence[str]) -> Config
 
 def _check_whole(run: Run, round: int) -> None:
     """Raise ObjectMissing unless a checkpoint that the fork needs is there with arrays."""
-    slot = checkpoint_slot(round)
+    slot = layout.checkpoint_slot(round)
     if read_manifest(run.store, slot) is None:
         latest = latest_checkpoint(run)
         raise ObjectMissing(
@@ -222,5 +220,5 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
     rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
     # As text, and not resolved: a root may be mounted elsewhere for the run that names it.
     _, owner, kind, slot = place_named(str(policy.get("checkpoint") or ""))
-    starts = owner == run_id and kind in POLICY_SLOTS
+    starts = owner == run_id and kind in layout.POLICY_SLOTS
     return Reach(max(rounds, default=-1), f"{kind}/{slot}" if starts else None)

@@ -31,14 +31,13 @@ from typing import Any, Literal, TypeVar
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, RunLocked, StorageError
+from marin_rl.storage import layout
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import heartbeat_age_s
-from marin_rl.storage.layout import POLICY_SLOTS
 from marin_rl.storage.run_progress import RETENTION, best_checkpoints, evaluated
 from marin_rl.storage.runs import (
     LOCK_KEY,
     Run,
-    checkpoint_slot,
     latest_checkpoint,
     latest_preference,
     latest_sft,
@@ -161,7 +160,7 @@ def retire(run: Run) -> None:
     for number in reversed(rounds_in(run.folder, "checkpoints")):
         if number < last and number not in before:
             continue
-        slot = checkpoint_slot(number)
+        slot = layout.checkpoint_slot(number)
         names = [key.removeprefix(f"{slot}/") for key in run.folder.list(slot)]
         slots.append(read_slot(run.folder, slot, names))
         # Older checkpoints were judged when this one was pruned, so each round looks at few. One
@@ -277,7 +276,7 @@ def _damaged(inventory: Inventory) -> set[str]:
 
 def _proven(run: Run, slots: set[str]) -> set[str]:
     """Those of these slots that another run was made from: they were committed once."""
-    forkable = {slot for slot in slots if slot.partition("/")[0] in POLICY_SLOTS}
+    forkable = {slot for slot in slots if slot.partition("/")[0] in layout.POLICY_SLOTS}
     if not forkable:  # spares reading the run.json of every neighbour
         return forkable
     return set(filter(borrowed_from(run).proves, forkable))
@@ -315,7 +314,7 @@ def _kept(slot: Slot, inventory: Inventory, rule: RetentionConfig, best: list[in
 
 
 def _checkpoints(inventory: Inventory) -> list[Slot]:
-    return [slot for kind in POLICY_SLOTS for slot in inventory.of_kind(kind)]
+    return [slot for kind in layout.POLICY_SLOTS for slot in inventory.of_kind(kind)]
 
 
 def _unpinned(
@@ -334,10 +333,10 @@ def _unpinned(
     for slot in inventory.of_kind("checkpoints"):
         # One that stays needs what it leaves out: the rounds since the whole one are played again.
         if slot.slot not in retired and not slot.pruned and slot.whole < slot.number:
-            pinned.add(checkpoint_slot(slot.whole))
+            pinned.add(layout.checkpoint_slot(slot.whole))
             played.update(range(slot.whole, slot.number))
     for round in played:
-        pinned.update(map(checkpoint_slot, reference_checkpoints(run.config, round)))
+        pinned.update(map(layout.checkpoint_slot, reference_checkpoints(run.config, round)))
     return [i for i in garbage if i.reason != "retention" or i.slot not in pinned]
 
 
