@@ -29,16 +29,8 @@ from urllib.parse import quote
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas import filters
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterKey,
-    FlowRunFilter,
-    FlowRunFilterId,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-)
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
 from prefect.logging import get_logger, get_run_logger
@@ -152,14 +144,14 @@ class Reporter:
 
     def _take_over(self, client: SyncPrefectClient) -> None:
         """Take over the artifacts of earlier processes, and mark their open tasks as crashed."""
-        own = FlowRunFilter(id=FlowRunFilterId(any_=[self._flow_run_id]))
+        own = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[self._flow_run_id]))
         keys = {self._key(name): name for name in KEPT}
-        named = ArtifactFilter(key=ArtifactFilterKey(any_=list(keys)))
+        named = filters.ArtifactFilter(key=filters.ArtifactFilterKey(any_=list(keys)))
         for artifact in client.read_artifacts(artifact_filter=named, flow_run_filter=own):
             if artifact.key is not None and artifact.id is not None:
                 self._made[keys[artifact.key]] = artifact.id
-        types = TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
-        active_tasks = TaskRunFilter(state=TaskRunFilterState(type=types))
+        types = filters.TaskRunFilterStateType(any_=[StateType.RUNNING, StateType.PENDING])
+        active_tasks = filters.TaskRunFilter(state=filters.TaskRunFilterState(type=types))
         for task in client.read_task_runs(flow_run_filter=own, task_run_filter=active_tasks):
             if task.flow_run_run_count < self._attempt:
                 state = Crashed(message="The process died; another one went on from the files.")

@@ -16,15 +16,7 @@ from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import StateType
 from prefect.events.schemas.automations import AutomationCore
 from prefect.settings import get_current_settings
@@ -149,14 +141,16 @@ def declare_crashed() -> None:
     A run without a worker may have outlived it. On an API that this stack did not start, only runs
     that are known to lie on this machine are marked.
     """
-    alive = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(ALIVE))))
+    alive = filters.FlowRunFilter(
+        state=filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=list(ALIVE)))
+    )
     shared = _alive("server") is None
     client: SyncPrefectClient
     with get_client(sync_client=True) as client:
         unfinished = client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=list(FLOWS))),
+            flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=list(FLOWS))),
             flow_run_filter=alive,
-            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL])),
+            work_pool_filter=filters.WorkPoolFilter(name=filters.WorkPoolFilterName(any_=[POOL])),
         )
         for run in unfinished:
             if not may_live(run.parameters, shared=shared):

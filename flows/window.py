@@ -20,14 +20,7 @@ from flows.play import Rounds, Seconds, Taken, reported
 from flows.session import pause_if_suspended
 from marin_rl.errors import StorageError
 from marin_rl.inference.client.fleet_sources import board_of
-from marin_rl.rollouts.streaming import (
-    Claimant,
-    begun_by,
-    is_ready,
-    now_utc,
-    open_chunks,
-    open_groups_max,
-)
+from marin_rl.rollouts import streaming
 from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.storage.fleet import SamplingTarget
 from marin_rl.storage.runs import RunRef, committed, evals_slot, rollouts_slot
@@ -128,15 +121,15 @@ class Window(Rounds):
         self._looking_s = time.monotonic() - began
         policy = self._sampled_by
         assert policy is not None, "a policy is served first"
-        claimant = Claimant(
+        claimant = streaming.Claimant(
             worker=WORKER,
-            most=open_groups_max(self._config, policy.weight_version, taken),
-            now=now_utc(),
+            most=streaming.open_groups_max(self._config, policy.weight_version, taken),
+            now=streaming.now_utc(),
             oldest=taken - self._config.staleness_rounds_max,
             busy={*self._chunks},
         )
-        for chunk in open_chunks(self._stream, settled, claimant):
-            version = begun_by(self._stream, chunk, claimant)
+        for chunk in streaming.open_chunks(self._stream, settled, claimant):
+            version = streaming.begun_by(self._stream, chunk, claimant)
             begun = policy.weight_version if version is None else version
             # Another worker may have been first.
             if await in_thread(self._stream.claim, chunk, WORKER, begun, claimant.now):
@@ -169,7 +162,7 @@ class Window(Rounds):
             intake = intake_ref(self._opened, round)
             while intake is None:
                 ended, looked = self._ended, time.monotonic()
-                if await in_thread(partial(is_ready, ended=ended), self._opened, round):
+                if await in_thread(partial(streaming.is_ready, ended=ended), self._opened, round):
                     intake = await stages.run(take, self._run, round, ended)
                 elif ended:
                     raise asyncio.CancelledError  # what sampling failed by is raised in its place
@@ -200,7 +193,7 @@ class Window(Rounds):
     async def _read_ahead(self, round: int, trained: asyncio.Event) -> None:
         while not trained.is_set() and round in self._rounds:
             began = time.monotonic()
-            await in_thread(is_ready, self._opened, round)
+            await in_thread(streaming.is_ready, self._opened, round)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_pause_s(time.monotonic() - began)):
                     await trained.wait()

@@ -18,16 +18,7 @@ import pyarrow as pa
 
 from marin_rl.config import Config
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.commits import (
-    commit_manifest,
-    committed_manifest,
-    fingerprint,
-    new_attempt,
-    new_manifest,
-    parent_of,
-    read_manifest,
-    ref_of,
-)
+from marin_rl.storage import commits
 from marin_rl.storage.layout import STREAM, intake_slot, numbers_in, stream_group_of, stream_key
 from marin_rl.storage.runs import Run, committed
 from marin_rl.storage.stores.filesystem import ObjectStore
@@ -182,27 +173,27 @@ def _intake_of(run: Run, round: int) -> Intake:
 
 def commit_intake(run: Run, intake: Intake) -> SlotRef:
     manifest = intake_manifest(run, intake)
-    winner = commit_manifest(run.store, manifest)
-    return ref_of(winner, reused=winner.attempt != manifest.attempt)
+    winner = commits.commit_manifest(run.store, manifest)
+    return commits.ref_of(winner, reused=winner.attempt != manifest.attempt)
 
 
 def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Manifest:
     parents: tuple[Parent, ...] = ()
     if intake.round:
         # Part of the fingerprint: intakes form one chain, and no group is taken by two.
-        before = read_manifest(run.store, intake_slot(intake.round - 1))
+        before = commits.read_manifest(run.store, intake_slot(intake.round - 1))
         assert before is not None, "rounds take their groups in turn"
-        parents = (parent_of(ref_of(before[0])),)
+        parents = (commits.parent_of(commits.ref_of(before[0])),)
     # Of the settings alone: what was seen is this record's to say, and the first one's.
     content = {
         "round": intake.round,
         "groups": run.config.rollouts.groups_per_round,
         "staleness": run.config.staleness_rounds_max,
     }
-    return new_manifest(
+    return commits.new_manifest(
         intake_slot(intake.round),
-        attempt=attempt or new_attempt(),
-        fingerprint=fingerprint("intake", content, parents),
+        attempt=attempt or commits.new_attempt(),
+        fingerprint=commits.fingerprint("intake", content, parents),
         parents=parents,
         totals={
             "groups": float(len(intake.taken)),
@@ -265,7 +256,7 @@ def _entries(
 
 def read_intake(run: Run, round: int) -> Intake:
     """A committed intake. Raises ObjectMissing, CorruptObject, NewerSchema."""
-    return intake_in(committed_manifest(run.store, intake_slot(round)), run.store.url_of)
+    return intake_in(commits.committed_manifest(run.store, intake_slot(round)), run.store.url_of)
 
 
 def intake_in(manifest: Manifest, url_of: Any = str) -> Intake:
@@ -300,7 +291,9 @@ def intake_metrics(run: Run, round: int) -> dict[str, float]:
 def collect_shard(run: Run, round: int, shard: int, intake: SlotRef) -> SlotRef:
     """Commit a shard of a round out of the groups that its intake names, taken or dropped."""
     content = {"round": round, "shard": shard}
-    decided = fingerprint("collected", content, (parent_of(intake),), CONTENT_VERSION)
+    decided = commits.fingerprint(
+        "collected", content, (commits.parent_of(intake),), CONTENT_VERSION
+    )
     existing = shard_ref(run, round, shard, decided)
     if existing is not None:
         return existing

@@ -18,16 +18,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from marin_rl.errors import CorruptObject
-from marin_rl.storage.commits import (
-    check_fingerprint,
-    commit_slot,
-    committed_manifest,
-    fingerprint,
-    new_attempt,
-    new_manifest,
-    read_manifest,
-    ref_of,
-)
+from marin_rl.storage import commits
 from marin_rl.storage.runs import Run, rollouts_slot, shard_key
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.tables.parquet import (
@@ -130,7 +121,7 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
         run_id=run.run_id,
         round=round,
         shard=shard,
-        attempt=new_attempt(),
+        attempt=commits.new_attempt(),
         replica=replica,
         fingerprint=fingerprint,
         policy=policy,
@@ -168,7 +159,7 @@ def commit_tables(
     run: Run, round: int, shard: int, tables: Sequence[pa.Table], fingerprint: str
 ) -> SlotRef:
     """Commit a shard out of the rows of its groups, a table each, as those of this shard."""
-    attempt = new_attempt()
+    attempt = commits.new_attempt()
     constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
     writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
     for part in _row_groups(tables, len):
@@ -196,7 +187,7 @@ def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | N
     source = run.store.url_of(key)
     attempt, committed = identify_shard(data, source)
     # An error and no absence: it would be sampled again, and conflict at its commit.
-    check_fingerprint(source, attempt, committed, fingerprint)
+    commits.check_fingerprint(source, attempt, committed, fingerprint)
     return _ref_of(run.store, key, data, reused=True)
 
 
@@ -224,11 +215,11 @@ def seal_round(
     slot = rollouts_slot(round)
     above = tuple(Parent(slot=parent.slot, sha256=parent.sha256) for parent in parents)
     content = {"shards": [[ref.slot, ref.sha256] for ref in shards]}
-    decided = fingerprint("rollouts", content, above, CONTENT_VERSION)
+    decided = commits.fingerprint("rollouts", content, above, CONTENT_VERSION)
     # Before any shard is read back: to seal a round again costs one read.
-    existing = read_manifest(run.store, slot)
+    existing = commits.read_manifest(run.store, slot)
     if existing is not None and existing[0].fingerprint == decided:
-        return ref_of(existing[0], reused=True)
+        return commits.ref_of(existing[0], reused=True)
     parts, summaries = zip(*_entries(run.store, shards), strict=True)
     judges, config = dict[str, Any](), run.config
     used = {"reward_model": config.environment.reward_model, "teacher": config.rollout_teacher}
@@ -238,10 +229,10 @@ def seal_round(
         stamps = [TableReader(data, source, LADDER).stamp for data, source in sources]
         judges = {name: sorted({s[name] for s in stamps if name in s}) for name in names}
     record = sampling or SamplingRecord()
-    return commit_slot(
+    return commits.commit_slot(
         run.store,
         slot,
-        attempt=new_attempt(),
+        attempt=commits.new_attempt(),
         fingerprint=decided,
         parents=above,
         parts=parts,
@@ -253,13 +244,13 @@ def seal_round(
 def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
     """The manifest of a round that has these shards so far; it is not committed."""
     parts = [part for part, _ in _entries(run.store, sorted(shards, key=lambda ref: ref.slot))]
-    return new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
+    return commits.new_manifest(rollouts_slot(round), attempt="none", fingerprint="", parts=parts)
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
     """The manifest that seals a round. Raises CorruptObject when it is another than `ref`."""
     hint = "the rollouts of this round are not sealed"
-    manifest = committed_manifest(run.store, rollouts_slot(round), hint)
+    manifest = commits.committed_manifest(run.store, rollouts_slot(round), hint)
     if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):
         raise CorruptObject(
             f"{run.store.url_of(manifest.slot)}: expected {ref.slot} with SHA-256 {ref.sha256}, "

@@ -28,17 +28,8 @@ from marin_rl.storage.tables.batches import schema_of
 from marin_rl.storage.tables.metrics import check_metrics
 from marin_rl.storage.tables.parquet import TableReader, digest_of, load
 from marin_rl.storage.tables.tombstones import pruned_parts
-from marin_rl.storage.upkeep.integrity import (
-    Fault,
-    Kind,
-    MetricsLines,
-    fork_faults,
-    gap_faults,
-    link_faults,
-    read_lines,
-    special_faults,
-    unnamed_faults,
-)
+from marin_rl.storage.upkeep import integrity
+from marin_rl.storage.upkeep.integrity import Fault, Kind
 from marin_rl.storage.upkeep.inventory import (
     MANIFEST,
     PAIRS,
@@ -98,7 +89,7 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     record, ancestors, faults = _identity(top, own)
     store = with_ancestors(top, own, ancestors)
     inventory = take_inventory(store)
-    lines = read_lines(store, inventory)
+    lines = integrity.read_lines(store, inventory)
     checks = _Checks(store, inventory, record, ancestors, lines)
     jobs = list(checks.jobs())
     # Requests mostly wait for the network, so their number does not follow the cores.
@@ -113,17 +104,19 @@ def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
     faults += [fault for _, fault in results if fault is not None]
     faults += chain(
         (_of_record(store, s.key(s.damaged), s.fault) for s in inventory.slots if s.fault),
-        link_faults(store, inventory),
-        gap_faults(store, inventory),
-        fork_faults(store, inventory, ancestors),
-        unnamed_faults(store, inventory),
+        integrity.link_faults(store, inventory),
+        integrity.gap_faults(store, inventory),
+        integrity.fork_faults(store, inventory, ancestors),
+        integrity.unnamed_faults(store, inventory),
         lost_groups(store, inventory),
         lines.faults,
         lines.unclosed(store, inventory),
     )
     # A special file has failed its own check already where it is a part; it is reported once.
     seen = {fault.place for fault in faults}
-    faults += (fault for fault in special_faults(store, inventory) if fault.place not in seen)
+    faults += (
+        fault for fault in integrity.special_faults(store, inventory) if fault.place not in seen
+    )
     return Checked(
         objects=1 + len(manifests) + len(jobs),  # 1 is run.json
         bytes=sum(size for size, _ in results),
@@ -171,7 +164,7 @@ class _Checks:
     inventory: Inventory
     record: Record | None
     ancestors: Sequence[Ancestor]
-    lines: MetricsLines
+    lines: integrity.MetricsLines
 
     def jobs(self) -> Iterator[Job]:
         """A check of each part, of each object that is its own commit, and of each copy of code."""
