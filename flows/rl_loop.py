@@ -13,17 +13,9 @@ from concurrent.futures import Future
 
 from prefect import flow
 
+from flows import session
 from flows.evaluate import measure
 from flows.play import InOrder, run_round
-from flows.session import (
-    Source,
-    flow_run_name,
-    open_session,
-    pause_if_suspended,
-    resolve_config,
-    resume_point,
-    start_flow,
-)
 from flows.sft import warm_start
 from flows.window import Window
 from marin_rl.config import Config
@@ -35,9 +27,9 @@ from tasks.options import StageRunner, open_run
 from tasks.train import begin
 
 
-@flow(name="rl-loop", flow_run_name=flow_run_name, persist_result=False)
+@flow(name="rl-loop", flow_run_name=session.flow_run_name, persist_result=False)
 async def rl_loop(
-    config: Source,
+    config: session.Source,
     run_id: str | None = None,
     overrides: list[str] | None = None,
     rounds: int | None = None,
@@ -46,8 +38,8 @@ async def rl_loop(
 
     `config` is a YAML file or the tree itself; returns the checkpoint after the last round.
     """
-    with open_session(resolve_config(config, run_id, overrides, rounds), RL) as run:
-        checkpoint = resume_point(open_run(run)) or await first_checkpoint(run)
+    with session.open_session(session.resolve_config(config, run_id, overrides, rounds), RL) as run:
+        checkpoint = session.resume_point(open_run(run)) or await first_checkpoint(run)
         checkpoint = await play_rounds(run, checkpoint)
         await measure(run, checkpoint)
     return checkpoint
@@ -61,7 +53,7 @@ async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
     if config.max_staleness:
         return await InOrder(run, checkpoint).play()
     for round in range(checkpoint.number, config.rounds):
-        await pause_if_suspended()
+        await session.pause_if_suspended()
         if config.evaluation.patience and round % config.evaluation.every_rounds == 0:
             await measure(run, checkpoint)
             if ends_early(open_run(run), config, round):
@@ -82,4 +74,4 @@ def start(config: Config, stop: Future[None] | None = None) -> SlotRef:
 
     Setting a result of `stop` ends it as Ctrl-C does, with KeyboardInterrupt.
     """
-    return start_flow(rl_loop, config, stop=stop)
+    return session.start_flow(rl_loop, config, stop=stop)

@@ -29,15 +29,7 @@ from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import checked_file
 from marin_rl.storage.tables.parquet import FETCHES_MAX
 from marin_rl.storage.tables.rewards import name_of_table
-from schemas.tables import (
-    DISPOSITIONS,
-    METRICS_IDENTITY,
-    PAIRS,
-    REWARDS,
-    ROLLOUTS,
-    SCORES,
-    batches_schema,
-)
+from schemas import tables
 
 LOCAL_TOGETHER = 32  # local parts that are read concurrently where each is a frame of its own
 
@@ -125,7 +117,7 @@ class Table:
 
     def _read(self, part: Part) -> pl.LazyFrame:
         if self.derived is not None:
-            return self.derived(scan(part.open(), columns_of(ROLLOUTS)))
+            return self.derived(scan(part.open(), columns_of(tables.ROLLOUTS)))
         arrays = [field.name for field in self.schema if _is_fixed(field)]
         if arrays:
             rows, kinds = _scan(part.open()), columns_of(self.columns)
@@ -303,24 +295,26 @@ def calls_frame(rollouts: pl.LazyFrame) -> pl.LazyFrame:
 
 
 TABLES: Mapping[str, Table] = {
-    "rollouts": Table(parts=partial(of_manifests, "rollouts", "shard-", 0), schema=ROLLOUTS),
+    "rollouts": Table(parts=partial(of_manifests, "rollouts", "shard-", 0), schema=tables.ROLLOUTS),
     "batches": Table(
         parts=partial(of_manifests, "batches", BATCHES_PREFIX, 0),
-        schema=batches_schema(1, distilled=True),
+        schema=tables.batches_schema(1, distilled=True),
         place=PLACE,
     ),
     "dispositions": Table(
         parts=partial(of_manifests, "batches", DISPOSITIONS_PREFIX, 0),
-        schema=DISPOSITIONS,
+        schema=tables.DISPOSITIONS,
         place=PLACE,
     ),
-    "metrics": Table(parts=of_metrics, schema=METRICS_IDENTITY, differ=True),
-    "evals": Table(parts=partial(of_manifests, "evals", "", 0), schema=ROLLOUTS),
+    "metrics": Table(parts=of_metrics, schema=tables.METRICS_IDENTITY, differ=True),
+    "evals": Table(parts=partial(of_manifests, "evals", "", 0), schema=tables.ROLLOUTS),
     "scores": Table(
-        parts=partial(of_manifests, "checkpoints", SCORES_PREFIX, 1), schema=SCORES, place=(RUN,)
+        parts=partial(of_manifests, "checkpoints", SCORES_PREFIX, 1),
+        schema=tables.SCORES,
+        place=(RUN,),
     ),
-    "rewards": Table(parts=of_rewards, schema=REWARDS, place=NAMED),
-    "pairs": Table(parts=of_pairs, schema=PAIRS, place=(RUN,)),
+    "rewards": Table(parts=of_rewards, schema=tables.REWARDS, place=NAMED),
+    "pairs": Table(parts=of_pairs, schema=tables.PAIRS, place=(RUN,)),
     "calls": Table(
         parts=partial(of_manifests, "rollouts", "shard-", 0), schema=CALLS, derived=calls_frame
     ),

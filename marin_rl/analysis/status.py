@@ -16,26 +16,11 @@ from marin_rl.errors import MarinRLError
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.rollouts.estimates import Estimate, held_out_accuracies
 from marin_rl.rounds import evaluations
-from marin_rl.storage import layout
+from marin_rl.storage import layout, run_progress, runs
 from marin_rl.storage.commits import manifest_of, read_manifest
 from marin_rl.storage.fleet import Unreadable as UnreadableHeartbeat
-from marin_rl.storage.run_progress import (
-    BEST_BY,
-    RoundProgress,
-    best_checkpoints,
-    ends_early,
-    evaluated,
-    progress,
-    rounds_planned,
-)
-from marin_rl.storage.runs import (
-    LATEST_OF_PAIRS,
-    LOCK_KEY,
-    Run,
-    committed_checkpoint,
-    latest_sft,
-    runs_under,
-)
+from marin_rl.storage.run_progress import RoundProgress
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.locks import Holder, holder_in
 from marin_rl.storage.tables.metrics import read_metrics
 from marin_rl.tokenizer_files import tokenizer_folder
@@ -63,12 +48,12 @@ class Followed:
         self._evaluations: dict[int, dict[str, float]] = {}
 
     def progress(self) -> dict[int, RoundProgress]:
-        slots = progress(self.run, self._checkpoints)
+        slots = run_progress.progress(self.run, self._checkpoints)
         if not self._metrics.keys() <= {number for number, item in slots.items() if item.metrics}:
             self.times_begun += 1  # rounds that were closed are gone: this is another run
             for cache in (self._checkpoints, self._metrics, self._evaluations):
                 cache.clear()
-            slots = progress(self.run)
+            slots = run_progress.progress(self.run)
         self._checkpoints.update(number for number, item in slots.items() if item.checkpoint)
         return slots
 
@@ -164,7 +149,7 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
     return RunStatus(
         run_id=run.run_id,
         root=run.store.url,
-        planned=rounds_planned(run, trained),
+        planned=run_progress.rounds_planned(run, trained),
         trained=trained,
         checkpoints=len(checkpoints),
         shards=sum(item.shards for item in slots.values()),
@@ -185,11 +170,11 @@ def status_of(followed: Followed, slots: dict[int, RoundProgress]) -> RunStatus:
 def _best(run: Run, trained: int) -> str | None:
     """The best checkpoint, where the run keeps it or ends by it, and its value."""
     config = run.config
-    metric = config.retention.best or (BEST_BY if config.evaluation.patience else None)
-    if metric is None or not (values := evaluated(run, metric)):
+    metric = config.retention.best or (run_progress.BEST_BY if config.evaluation.patience else None)
+    if metric is None or not (values := run_progress.evaluated(run, metric)):
         return None
-    best = best_checkpoints(values)[-1]
-    ended = "; the run ended early" if ends_early(run, config, trained) else ""
+    best = run_progress.best_checkpoints(values)[-1]
+    ended = "; the run ended early" if run_progress.ends_early(run, config, trained) else ""
     return f"{layout.checkpoint_slot(best)}, {metric} {values[best]:.4g}{ended}"
 
 
@@ -230,7 +215,7 @@ def _tokenizer(run: Run, trained: int) -> str:
     folder = tokenizer_folder(run.config.policy)
     if folder is None:
         return run.config.policy.tokenizer
-    checkpoint = committed_checkpoint(run, trained)
+    checkpoint = runs.committed_checkpoint(run, trained)
     extra = {} if checkpoint is None else manifest_of(run.store, checkpoint).extra
     digest = extra.get("tokenizer_digest")
     return folder + (f" (digest {digest[:12]})" if digest else "")
@@ -239,7 +224,7 @@ def _tokenizer(run: Run, trained: int) -> str:
 def each_run(root: str, read: Callable[[str], Result]) -> list[Result | Unreadable]:
     """Apply `read` to every run under a root, and report the runs that cannot be read."""
     results: list[Result | Unreadable] = []
-    for run_id in runs_under(root):
+    for run_id in runs.runs_under(root):
         try:
             results.append(read(run_id))
         except Exception as error:
@@ -278,7 +263,7 @@ def _shown(accuracy: Estimate) -> str:
 
 
 def _warm_start(run: Run) -> str | None:
-    reached, steps = latest_sft(run), run.config.sft.steps
+    reached, steps = runs.latest_sft(run), run.config.sft.steps
     if reached is None:
         return f"0 of {steps} steps" if run.config.policy.init == "sft" else None
     loss = reached.summary.get("sft/loss")
@@ -289,7 +274,7 @@ def _warm_start(run: Run) -> str | None:
 def _learned_from_pairs(run: Run, section: str) -> str | None:
     if (settings := getattr(run.config, section)) is None:
         return None
-    reached = LATEST_OF_PAIRS[section](run)
+    reached = runs.LATEST_OF_PAIRS[section](run)
     if reached is None:
         return f"0 of {settings.steps} steps"
     accuracy = reached.summary.get(f"{section}/held_out_accuracy")
@@ -334,12 +319,12 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
             return learning
         if run.config.policy.init != "sft":
             return Stage(name="loading the policy", round=0)
-        done = latest_sft(run)
+        done = runs.latest_sft(run)
         steps, total = done.number if done else 0, run.config.sft.steps
         return Stage(name="warm start, steps", round=0, done=steps, total=total)
     round = max(checkpoints)
     here = slots.get(round, RoundProgress(round=round))
-    if round >= rounds_planned(run, round) and not here.shards:
+    if round >= run_progress.rounds_planned(run, round) and not here.shards:
         holder = holder_of(run)
         if holder is None or not holder.alive:
             return Stage(name="complete", round=round, ended=True)
@@ -353,7 +338,7 @@ def stage_of(run: Run, slots: Mapping[int, RoundProgress]) -> Stage:
 
 
 def _learning_from_pairs(run: Run) -> Stage | None:
-    for section, latest in LATEST_OF_PAIRS.items():
+    for section, latest in runs.LATEST_OF_PAIRS.items():
         settings, done = getattr(run.config, section), latest(run)
         if settings is not None and done is not None:
             steps, holder = done.number, holder_of(run)
@@ -393,5 +378,5 @@ def _idle_s(run: Run, round: int, now: datetime) -> float | None:
 
 def holder_of(run: Run) -> Holder | None:
     """Process that has the run locked, or had it and did not release it; see `Holder.alive`."""
-    path = run.store.local_path(LOCK_KEY)
+    path = run.store.local_path(runs.LOCK_KEY)
     return None if path is None else holder_in(path)

@@ -19,17 +19,10 @@ from marin_rl.batching.sequences import TrainOn, check_lengths, rendered_lengths
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, first_examples, policy_to_begin, rendered
 from marin_rl.doctor.stages import await_apart
+from marin_rl.environments import registry
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
-from marin_rl.environments.registry import (
-    demonstrated_by,
-    foreign_code,
-    loaded_environment,
-    order_in,
-    part_for,
-    parts_of,
-)
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, ObjectMissing, RewardFault
 from marin_rl.processes import joined
@@ -169,8 +162,10 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
     """Yield each different demonstration of a warm start."""
     chosen = config.sft.environment or config.environment
     examples = config.sft.steps * config.sft.sequences_per_step
-    order = None if chosen.mixture is None else order_in(chosen.mixture)
-    for place, part in enumerate(parts_of(loaded_environment(chosen, "train"), chosen)):
+    order = None if chosen.mixture is None else registry.order_in(chosen.mixture)
+    for place, part in enumerate(
+        registry.parts_of(registry.loaded_environment(chosen, "train"), chosen)
+    ):
         own, seed = part.environment, part.config.train_seed
         count = examples if order is None else order.count(place, examples)
         different = GENERATED_CHECKED_MAX if own.size is None else own.size
@@ -182,7 +177,7 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
             name = own.place(seed, index, "train")
             name = name or f"example {example.example_id} of {own.name}"
             try:
-                learned = demonstrated_by(part, example)
+                learned = registry.demonstrated_by(part, example)
             except InputError as error:
                 raise InputError(f"{name}: {error}") from None
             if learned is not None:  # an example without one is refused by `demonstrations`
@@ -233,7 +228,7 @@ def abstentions(tried: Sequence[Trial]) -> str | None:
 
 def own_reward(config: Config) -> str:
     """Check a reward function of the user's own on one example; others are known to work."""
-    if not foreign_code({"environment": config.environment.model_dump(mode="json")}):
+    if not registry.foreign_code({"environment": config.environment.model_dump(mode="json")}):
         return "shipped"
     if notice := abstentions(trials(config, 1)):
         _log.warning("reward: %s", notice)
@@ -285,7 +280,7 @@ def _aligned(cells: Sequence[str]) -> str:
 
 def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float | None]:
     """Score completions in the run's worker, None where it abstains. Raises InputError."""
-    part = part_for(environment_of(config), config.environment, example)
+    part = registry.part_for(environment_of(config), config.environment, example)
     scorer = scorer_for(part.environment, part.config)
     by_group = await_apart(scorer.scores_groups)
     rewards: list[float | None] = []

@@ -20,19 +20,11 @@ from marin_rl.doctor.stages import (
     Stage,
     run_stages,
 )
+from marin_rl.storage import runs
 from marin_rl.storage.layout import evals_slot
 from marin_rl.storage.run_progress import ends_early, is_closed
 from marin_rl.storage.run_records import RUN_KEY
-from marin_rl.storage.runs import (
-    LATEST_OF_PAIRS,
-    LOCK_KEY,
-    Run,
-    committed,
-    committed_checkpoint,
-    latest_checkpoint,
-    latest_sft,
-    refuse_other_content,
-)
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.stores.locks import refuse_locked
 from marin_rl.types import PairSection, SlotRef
@@ -73,7 +65,7 @@ def before_engines(config: Config, flow: str) -> SlotRef | None:
     Raises ConfigError if the run exists with another content, RunLocked if another process works on
     it, and the errors of the stages.
     """
-    refuse_other_content(config)
+    runs.refuse_other_content(config)
     result = finished(config, flow)
     if result is None:
         check_files(config, flow)
@@ -108,7 +100,7 @@ def _begun(config: Config) -> Run | None:
 
 
 def _trained(run: Run) -> int:
-    latest = latest_checkpoint(run)
+    latest = runs.latest_checkpoint(run)
     return latest.number if latest else 0
 
 
@@ -116,19 +108,19 @@ def finished(config: Config, flow: str) -> SlotRef | None:
     """The checkpoint that `flow` ended with; None while it has work to do. Raises RunLocked."""
     if (run := _begun(config)) is None:
         return None
-    if (path := run.folder.local_path(LOCK_KEY)) is not None:
+    if (path := run.folder.local_path(runs.LOCK_KEY)) is not None:
         refuse_locked(path)
     if flow == RL:
         trained = _trained(run)
         if trained < config.rounds and not ends_early(run, config, trained):
             return None
-        if committed(run, evals_slot(trained)) is None:
+        if runs.committed(run, evals_slot(trained)) is None:
             return None
-        return committed_checkpoint(run, trained) if is_closed(run, trained - 1) else None
+        return runs.committed_checkpoint(run, trained) if is_closed(run, trained - 1) else None
     if flow == SFT:
-        latest, steps = latest_sft(run), config.sft.steps
+        latest, steps = runs.latest_sft(run), config.sft.steps
     else:
         section: PairSection = "preference" if flow == PREFERENCE else "reward_model"
-        settings, latest = getattr(config, section), LATEST_OF_PAIRS[section](run)
+        settings, latest = getattr(config, section), runs.LATEST_OF_PAIRS[section](run)
         steps = settings.steps if settings else 0
     return latest if latest and latest.number >= steps else None

@@ -13,30 +13,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import gguf
 import numpy as np
-from gguf import (
-    MODEL_ARCH_NAMES,
-    GGMLQuantizationType,
-    GGUFValueType,
-    GGUFWriter,
-    ReaderTensor,
-    dequantize,
-    get_tensor_name_map,
-    quant_shape_to_byte_shape,
-    quantize,
-)
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.errors import InputError
-from marin_rl.gguf.settings import (
-    Architecture,
-    Metadata,
-    architecture_of,
-    metadata_of,
-    open_gguf,
-    rope_factors,
-    spec_of,
-)
+from marin_rl.gguf import settings
+from marin_rl.gguf.settings import Architecture, Metadata
 from marin_rl.gguf.tokenizer import read_tokenizer, tokenizer_metadata
 from marin_rl.models.module import LanguageModel, model_of
 from marin_rl.models.spec import Spec
@@ -51,14 +34,14 @@ ROPE_FREQS = "rope_freqs.weight"
 NUMBERS_AT_ONCE = 2**24  # 64 MiB in float32
 
 
-def shapes_of(tensors: Mapping[str, ReaderTensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, tuple[int, ...]]:
     """Shapes by name, as NumPy has them: GGUF has the last axis first."""
     return {name: tuple(map(int, each.shape[::-1])) for name, each in tensors.items()}
 
 
 def gguf_names(architecture: str, layers: int, names: Iterable[str]) -> dict[str, str]:
-    (kind,) = (each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    table = get_tensor_name_map(kind, layers)
+    (kind,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, layers)
     found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in names}
     known = {name: ours for name, ours in found.items() if ours is not None}
     assert len(set(known.values())) == len(found), "each tensor of these families has one name"
@@ -67,7 +50,7 @@ def gguf_names(architecture: str, layers: int, names: Iterable[str]) -> dict[str
 
 def check_tensors(
     metadata: Metadata,
-    tensors: Mapping[str, ReaderTensor],
+    tensors: Mapping[str, gguf.ReaderTensor],
     expected: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise InputError unless a file has these tensors, of types that can be read."""
@@ -82,7 +65,7 @@ def check_tensors(
         )
     for kind, tensor in {each.tensor_type: each for each in tensors.values()}.items():
         try:
-            dequantize(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, kind)
+            gguf.dequantize(tensor.data[:1] if tensor.data.ndim > 1 else tensor.data, kind)
         except (NotImplementedError, ValueError, TypeError) as error:
             raise metadata.refusal(
                 "tensors in a quantization that the library gguf reads",
@@ -102,7 +85,7 @@ def heads_of(name: str, spec: Spec, architecture: Architecture) -> int | None:
 
 
 def folder_parts(
-    name: str, tensor: ReaderTensor, spec: Spec, architecture: Architecture
+    name: str, tensor: gguf.ReaderTensor, spec: Spec, architecture: Architecture
 ) -> Iterator[np.ndarray]:
     """Rows of a folder's tensor in order, float32, never all of a large one at once."""
     rows, data = int(tensor.shape[-1]), tensor.data
@@ -112,19 +95,19 @@ def folder_parts(
     for start in range(0, rows, step):
         chosen = slice(start, start + step) if order is None else order[start : start + step]
         if data.ndim == 1:  # of bytes where it is quantized
-            part = dequantize(data, tensor.tensor_type)[chosen]
+            part = gguf.dequantize(data, tensor.tensor_type)[chosen]
         else:
-            part = dequantize(data[chosen], tensor.tensor_type)
+            part = gguf.dequantize(data[chosen], tensor.tensor_type)
         yield part - 1 if architecture.shifted_norms and name.endswith("norm.weight") else part
 
 
 # llama.cpp's numbers of what most tensors of a file are.
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 _VALUE_TYPES = {
-    bool: GGUFValueType.BOOL,
-    int: GGUFValueType.UINT32,
-    float: GGUFValueType.FLOAT32,
-    str: GGUFValueType.STRING,
+    bool: gguf.GGUFValueType.BOOL,
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
 }
 
 
@@ -140,15 +123,15 @@ def export_gguf(
     if file.exists():
         raise InputError(f"{file} exists: expected a new file; nothing is overwritten")
     spec, shapes = model.spec, tensor_shapes(model)
-    values = metadata_of(spec, file.stem) | {"general.file_type": _FILE_TYPES[gguf_type]}
+    values = settings.metadata_of(spec, file.stem) | {"general.file_type": _FILE_TYPES[gguf_type]}
     values |= tokenizer_metadata(tokenizer, spec.vocabulary)
     metadata = Metadata(file, values)
     names = gguf_names(metadata.architecture, spec.layers, shapes)
     scaled = (rope for rope in spec.ropes if dict(rope.scaling).get("rope_type") == "llama3")
-    factors = dict([(ROPE_FREQS, rope_factors(rope)) for rope in scaled][:1])
+    factors = dict([(ROPE_FREQS, settings.rope_factors(rope)) for rope in scaled][:1])
     stored = {name: each.shape for name, each in factors.items()}
     stored |= {names[name]: shape for name, shape in shapes.items()}
-    again = spec_of(metadata, stored, factors.get(ROPE_FREQS))
+    again = settings.spec_of(metadata, stored, factors.get(ROPE_FREQS))
     if again != spec:
         raise InputError(
             f"{file}: a GGUF file would say something else of this {spec.family} model: "
@@ -156,7 +139,7 @@ def export_gguf(
         )
     with (
         whole_or_absent(file) as partial,
-        closing(GGUFWriter(partial, metadata.architecture)) as writer,
+        closing(gguf.GGUFWriter(partial, metadata.architecture)) as writer,
     ):
         for key, value in values.items():
             if isinstance(value, list):
@@ -168,8 +151,8 @@ def export_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for array in chain(factors.values(), _arrays(model, architecture_of(metadata))):
-            writer.write_tensor_data(quantize(array, _type_of(array.shape, gguf_type)))
+        for array in chain(factors.values(), _arrays(model, settings.architecture_of(metadata))):
+            writer.write_tensor_data(gguf.quantize(array, _type_of(array.shape, gguf_type)))
 
 
 def _arrays(model: LanguageModel, architecture: Architecture) -> Iterator[np.ndarray]:
@@ -181,19 +164,19 @@ def _arrays(model: LanguageModel, architecture: Architecture) -> Iterator[np.nda
         yield np.ascontiguousarray(rows + 1 if shifted else rows, np.float32)
 
 
-def _type_of(shape: tuple[int, ...], gguf_type: str) -> GGMLQuantizationType:
+def _type_of(shape: tuple[int, ...], gguf_type: str) -> gguf.GGMLQuantizationType:
     """The type of a tensor: vectors stay whole, and rows that are no whole blocks are float16."""
     kind = "f32" if len(shape) == 1 else gguf_type
     if kind == "q8_0" and shape[-1] % 32:  # numbers of a block
         kind = "f16"
-    return GGMLQuantizationType[kind.upper()]
+    return gguf.GGMLQuantizationType[kind.upper()]
 
 
-def _add_tensor(writer: GGUFWriter, name: str, shape: tuple[int, ...], gguf_type: str) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], gguf_type: str) -> None:
     kind = _type_of(shape, gguf_type)
-    plain = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+    plain = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
     dtype = np.dtype(plain.get(kind, np.uint8))
-    stored = shape if kind in plain else quant_shape_to_byte_shape(shape, kind)
+    stored = shape if kind in plain else gguf.quant_shape_to_byte_shape(shape, kind)
     writer.add_tensor_info(name, stored, dtype, math.prod(stored) * dtype.itemsize, kind)
 
 
@@ -215,13 +198,13 @@ def import_gguf(file: Path, output: Path, dtype: str) -> Imported:
     """
     check_new_folder(output)
     with phase("reading the GGUF file"):
-        metadata, tensors = open_gguf(file)
-        architecture = architecture_of(metadata)
+        metadata, tensors = settings.open_gguf(file)
+        architecture = settings.architecture_of(metadata)
         factors = tensors.get(ROPE_FREQS)
-        spec = spec_of(
+        spec = settings.spec_of(
             metadata,
             shapes_of(tensors),
-            None if factors is None else dequantize(factors.data, factors.tensor_type),
+            None if factors is None else gguf.dequantize(factors.data, factors.tensor_type),
         )
         model = model_of(spec)
         shapes = tensor_shapes(model)

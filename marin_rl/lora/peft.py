@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
+from marin_rl import plain_files
 from marin_rl.config import LoraConfig
 from marin_rl.errors import InputError
 from marin_rl.lora.adapter import (
@@ -37,14 +38,6 @@ from marin_rl.lora.adapter import (
     check_rank,
     linear_shapes,
     module_name,
-)
-from marin_rl.plain_files import (
-    CAREFULLY,
-    SETTINGS_BYTES_MAX,
-    check_model_folder,
-    check_regular,
-    folder_below,
-    object_in,
 )
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -127,10 +120,10 @@ def _read(folder: Path, name: str, bytes_max: int) -> bytes:
         raise InputError(f"{file} is a link that leads out of {folder}: copy the file there")
     try:
         # Part by part without links: a folder on the way may be replaced by one in the meantime.
-        with folder_below(top, place.relative_to(top).parts[:-1]) as below:
-            opened = os.open(place.name, os.O_RDONLY | CAREFULLY, dir_fd=below)
+        with plain_files.folder_below(top, place.relative_to(top).parts[:-1]) as below:
+            opened = os.open(place.name, os.O_RDONLY | plain_files.CAREFULLY, dir_fd=below)
         with os.fdopen(opened, "rb") as data:
-            check_regular(file, os.fstat(data.fileno()), bytes_max)
+            plain_files.check_regular(file, os.fstat(data.fileno()), bytes_max)
             return data.read(bytes_max)
     except OSError as error:
         raise InputError(f"cannot read {file}: {os.strerror(error.errno or 0)}") from None
@@ -142,9 +135,9 @@ def _read(folder: Path, name: str, bytes_max: int) -> bytes:
 def _checked_config(folder: Path) -> Mapping[str, Any]:
     """Read adapter_config.json. Raises InputError for what cannot be computed as it says."""
     check_adapter_folder(folder)
-    check_model_folder(folder)
+    plain_files.check_model_folder(folder)
     file = folder / CONFIG_FILE
-    config = object_in(file, _read(folder, CONFIG_FILE, SETTINGS_BYTES_MAX))
+    config = plain_files.object_in(file, _read(folder, CONFIG_FILE, plain_files.SETTINGS_BYTES_MAX))
     if config.get("peft_type") != "LORA":
         raise InputError(f"{file}: expected peft_type LORA, found {config.get('peft_type')!r:.80}")
     start = config.get("init_lora_weights", True)

@@ -26,6 +26,7 @@ from marin_rl.config import (
 )
 from marin_rl.errors import ConfigError, ObjectMissing, StorageError
 from marin_rl.slot_ref import SlotRef
+from marin_rl.storage import run_records
 from marin_rl.storage.commits import read_manifest, ref_of
 from marin_rl.storage.layout import (
     base_slot,
@@ -43,17 +44,7 @@ from marin_rl.storage.layout import (
     shard_key,
     step_of,
 )
-from marin_rl.storage.run_records import (
-    RUN_KEY,
-    ancestors_in,
-    as_recorded,
-    check_content,
-    create_record,
-    offer_code,
-    read_record,
-    seed_from,
-    stored_config,
-)
+from marin_rl.storage.run_records import RUN_KEY
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store, probe
 from marin_rl.storage.stores.locks import run_lock
 from marin_rl.storage.stores.store import Ancestor, ForkedStore
@@ -110,18 +101,18 @@ class Run:
         the run exists with another content; RootUnfit when the root cannot carry a run.
         """
         store = _store_of(config)
-        record = read_record(store)
+        record = run_records.read_record(store)
         if record is not None:
             # Before the probe, which writes: nothing is written into a run that was not meant.
-            config = as_recorded(record, config, store.url_of(RUN_KEY))
-            check_content(record, config, store.url_of(RUN_KEY))
+            config = run_records.as_recorded(record, config, store.url_of(RUN_KEY))
+            run_records.check_content(record, config, store.url_of(RUN_KEY))
         probe(store)  # of an old run too: before work is wasted on a root that became read-only
         if record is None:
             config = as_begun(config)
-            record = create_record(store, config)
+            record = run_records.create_record(store, config)
             # Another process may have created the run since the first look, with other content.
-            check_content(record, config, store.url_of(RUN_KEY))
-        ancestors = ancestors_in(record)
+            run_records.check_content(record, config, store.url_of(RUN_KEY))
+        ancestors = run_records.ancestors_in(record)
         viewed = with_ancestors(open_store(config.root, config.storage_options), store, ancestors)
         return cls(config=config, run_id=config.run_id, store=viewed, ancestors=ancestors)
 
@@ -142,7 +133,7 @@ class Run:
         check_run_id(ref.run_id)
         top = open_store(ref.root, ref.storage_options)
         store = top.at(ref.run_id)
-        record = read_record(store)
+        record = run_records.read_record(store)
         if record is None:
             # Mostly the root or the name is mistyped: what is there helps.
             names = top.children()
@@ -152,9 +143,9 @@ class Run:
                 f"no run {ref.run_id!r} under {ref.root}: expected {store.url_of(RUN_KEY)}; "
                 f"found there: {shown}{f' and {more} more' if more > 0 else ''}"
             )
-        stored = stored_config(record, store.url_of(RUN_KEY))
+        stored = run_records.stored_config(record, store.url_of(RUN_KEY))
         # A reference is of a run that this user plays; what is merely opened may be anyone's.
-        offer_code(store, record["config"], allowed=free is not None)
+        run_records.offer_code(store, record["config"], allowed=free is not None)
         # A reference leaves out free keys that are at their default, so the free keys in run.json,
         # which are those of the first process, are dropped before its own are applied.
         dumped = stored.model_dump(mode="json")
@@ -162,7 +153,7 @@ class Run:
         tree = place_files(tree, known=ref.places)
         # The run may have been moved since run.json was written: it lies where it was opened.
         tree |= {"root": ref.root, "storage_options": dict(ref.storage_options)}
-        ancestors = ancestors_in(record)
+        ancestors = run_records.ancestors_in(record)
         return cls(
             config=parse_config(tree, "run reference"),
             run_id=ref.run_id,
@@ -214,7 +205,7 @@ class Run:
 
     def seed_of(self, *parts: str | int) -> int:
         """A seed in [0, 2**48) that depends on the run's seed and name and on `parts` alone."""
-        return seed_from(self.config, *parts)
+        return run_records.seed_from(self.config, *parts)
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold the run on this machine. Raises RunLocked, with who holds it.
@@ -322,16 +313,18 @@ def place_named(text: str) -> tuple[str, str, str, str]:
 def refuse_other_content(config: Config) -> None:
     """Raise ConfigError if the run exists with another content. Writes nothing."""
     store = _store_of(config)
-    if (record := read_record(store)) is not None:
+    if (record := run_records.read_record(store)) is not None:
         source = store.url_of(RUN_KEY)
-        check_content(record, as_recorded(record, config, source), source)
+        run_records.check_content(record, run_records.as_recorded(record, config, source), source)
 
 
 def recorded_config(config: Config) -> Config | None:
     """The configuration with its run's recorded choices; None for a new run. Raises ConfigError."""
     store = _store_of(config)
-    record = read_record(store)
-    return None if record is None else as_recorded(record, config, store.url_of(RUN_KEY))
+    record = run_records.read_record(store)
+    return (
+        None if record is None else run_records.as_recorded(record, config, store.url_of(RUN_KEY))
+    )
 
 
 def check_run_id(run_id: str) -> None:

@@ -16,14 +16,7 @@ from marin_rl.storage.commits import committed_manifest, count_in, manifest_of
 from marin_rl.storage.layout import BATCHES_PREFIX, DISPOSITIONS_PREFIX
 from marin_rl.storage.runs import Run, batches_slot
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.parquet import (
-    PART_BYTES_MAX,
-    PartWriter,
-    TableWriter,
-    open_part,
-    put_part,
-    select,
-)
+from marin_rl.storage.tables import parquet
 from marin_rl.types import SlotRef, TrainingBatch
 from schemas.manifests import Manifest, Part
 from schemas.migrations import BATCHES as BATCHES_LADDER
@@ -54,7 +47,7 @@ class BatchWriter:
         slot: str,
         attempt: str,
         length: int,
-        part_bytes_max: int = PART_BYTES_MAX,
+        part_bytes_max: int = parquet.PART_BYTES_MAX,
         *,
         distilled: bool = False,
     ) -> None:
@@ -62,11 +55,11 @@ class BatchWriter:
         self._schema = batches_schema(length, distilled=distilled)
         # The lowest version that fits: batches without a teacher stay readable to older readers.
         stamp = {"schema_version": "2" if distilled else "1"}
-        self._parts = PartWriter(
+        self._parts = parquet.PartWriter(
             store,
             slot,
             f"{BATCHES_PREFIX}{attempt}",
-            lambda schema: TableWriter(BATCHES_LADDER, schema, stamp),
+            lambda schema: parquet.TableWriter(BATCHES_LADDER, schema, stamp),
             part_bytes_max,
         )
 
@@ -95,13 +88,13 @@ class BatchWriter:
 
 
 def write_dispositions(store: ObjectStore, slot: str, attempt: str, table: pa.Table) -> Part:
-    writer = TableWriter(DISPOSITIONS_LADDER, DISPOSITIONS, {})
+    writer = parquet.TableWriter(DISPOSITIONS_LADDER, DISPOSITIONS, {})
     # At least once: a round without rollouts has a table without rows, and not no part.
     for start in range(0, max(table.num_rows, 1), DISPOSITIONS_ROW_GROUP_ROWS):
         writer.write(table.slice(start, DISPOSITIONS_ROW_GROUP_ROWS))
     data = writer.finish()
     name = f"{DISPOSITIONS_PREFIX}{attempt}.parquet"
-    return put_part(store, slot, name, data, rows=table.num_rows)
+    return parquet.put_part(store, slot, name, data, rows=table.num_rows)
 
 
 def read_batches(run: Run, ref: SlotRef) -> Iterator[TrainingBatch]:
@@ -138,13 +131,15 @@ def iter_batch_names(run: Run, manifest: Manifest) -> Iterator[pa.Table]:
     """The columns step, row, rollout_ids and environments of each step, verified."""
     names = ("step", "row", "rollout_ids", "environments")
     full = schema_of(manifest, run.store.url_of(manifest.slot))
-    return _steps(run, manifest, select(full, names))
+    return _steps(run, manifest, parquet.select(full, names))
 
 
 def _steps(run: Run, manifest: Manifest, schema: pa.Schema) -> Iterator[pa.Table]:
     for part in manifest.parts:
         if part.name.startswith(BATCHES_PREFIX):
-            yield from open_part(run.store, manifest.slot, part, BATCHES_LADDER).groups(schema)
+            yield from parquet.open_part(run.store, manifest.slot, part, BATCHES_LADDER).groups(
+                schema
+            )
 
 
 def read_dispositions(run: Run, round: int) -> pa.Table:
@@ -160,4 +155,4 @@ def dispositions_of(run: Run, manifest: Manifest) -> pa.Table:
             f"{run.store.url_of(manifest.slot)}: expected one part with dispositions, found "
             f"{len(parts)}"
         )
-    return open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table()
+    return parquet.open_part(run.store, manifest.slot, parts[0], DISPOSITIONS_LADDER).table()

@@ -19,14 +19,7 @@ from marin_rl.metrics import is_defined
 from marin_rl.storage.commits import fingerprint, new_attempt
 from marin_rl.storage.runs import Run, metrics_key, rounds_in
 from marin_rl.storage.stores.local import explained, open_regular
-from marin_rl.storage.tables.parquet import (
-    TableReader,
-    TableWriter,
-    commit_table,
-    digest_of,
-    in_order,
-    load,
-)
+from marin_rl.storage.tables import parquet
 from marin_rl.types import SlotRef
 from schemas.migrations import METRICS as LADDER
 from schemas.tables import METRICS_IDENTITY
@@ -50,10 +43,10 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
     named = {name: pa.array(np.array([metrics[name]], np.float64)) for name in sorted(metrics)}
     identity = [pa.array([run.run_id]), pa.array(np.array([round], np.int32))]
     schema = pa.schema([*METRICS_IDENTITY, *(pa.field(name, FLOAT) for name in named)])
-    writer = TableWriter(LADDER, schema, {"attempt": new_attempt(), "fingerprint": decided})
+    writer = parquet.TableWriter(LADDER, schema, {"attempt": new_attempt(), "fingerprint": decided})
     writer.write(pa.table([*identity, *named.values()], schema=schema))
-    committed, ours = commit_table(run.store, key, writer.finish(), LADDER)
-    reader = TableReader(committed, JSONL_KEY, LADDER)
+    committed, ours = parquet.commit_table(run.store, key, writer.finish(), LADDER)
+    reader = parquet.TableReader(committed, JSONL_KEY, LADDER)
     (row,) = reader.table(reader.schema).to_pylist()
     path = run.store.local_path(JSONL_KEY)
     # The committed row. Another attempt that committed it may have been killed before the line.
@@ -65,7 +58,7 @@ def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> S
             torn = file.read() not in (b"", b"\n")
             file.write((b"\n" if torn else b"") + line + b"\n")
     summary = {name: value for name, value in row.items() if name not in METRICS_IDENTITY.names}
-    return SlotRef(slot=key, sha256=digest_of(committed), reused=not ours, summary=summary)
+    return SlotRef(slot=key, sha256=parquet.digest_of(committed), reused=not ours, summary=summary)
 
 
 def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
@@ -77,15 +70,15 @@ def read_metrics(run: Run, rounds: Iterable[int] | None = None) -> pa.Table:
         rounds = rounds_in(run.store, "metrics")
     tables = [pa.Table.from_batches([], METRICS_IDENTITY)]  # `empty_table` imports pandas
     keys = [metrics_key(round) for round in sorted(rounds)]
-    loaded = in_order(run.store, lambda key: load(run.store, key), keys)
+    loaded = parquet.in_order(run.store, lambda key: parquet.load(run.store, key), keys)
     for key, data in zip(keys, loaded, strict=True):
-        reader = TableReader(data, run.store.url_of(key), LADDER)
+        reader = parquet.TableReader(data, run.store.url_of(key), LADDER)
         check_metrics(reader)
         tables.append(reader.table(reader.schema))
     return pa.concat_tables(tables, promote_options="default")
 
 
-def check_metrics(reader: TableReader) -> None:
+def check_metrics(reader: parquet.TableReader) -> None:
     """Raise CorruptObject unless a file is one row of numbers that says of which round it is."""
     schema = reader.schema
     inside, identity = dict(zip(schema.names, schema.types, strict=True)), METRICS_IDENTITY.names

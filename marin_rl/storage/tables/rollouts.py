@@ -21,20 +21,7 @@ from marin_rl.errors import CorruptObject
 from marin_rl.storage import commits
 from marin_rl.storage.runs import Run, rollouts_slot, shard_key
 from marin_rl.storage.stores.filesystem import ObjectStore
-from marin_rl.storage.tables.parquet import (
-    PARTS_MAX,
-    ROW_GROUP_ROWS,
-    TableReader,
-    TableWriter,
-    commit_table,
-    digest_of,
-    fetches_at_once,
-    in_order,
-    load,
-    load_or_none,
-    open_part,
-    verified,
-)
+from marin_rl.storage.tables import parquet
 from marin_rl.storage.tables.records import check_groups, rollout_table
 from marin_rl.storage.tables.records import groups_of as groups_of
 from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
@@ -83,7 +70,7 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
         "chat_template_digest": policy.chat_template_digest,
         "model": policy.model,
     }
-    writer = TableWriter(
+    writer = parquet.TableWriter(
         LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint, **(stamp or {})}
     )
     # Whole groups in each row group: a reader of one group reads no other.
@@ -96,11 +83,11 @@ def decode_shard(
     data: bytes | pa.Buffer, columns: Sequence[str] | None = None, *, source: str = "rollout shard"
 ) -> pa.Table:
     """The rows of a shard, upgraded to the newest schema; only `columns` where they are given."""
-    return TableReader(data, source, LADDER).table(columns)
+    return parquet.TableReader(data, source, LADDER).table(columns)
 
 
 def identify_shard(data: bytes | pa.Buffer, source: str = "rollout shard") -> tuple[str, str]:
-    return TableReader(data, source, LADDER).committed_as
+    return parquet.TableReader(data, source, LADDER).committed_as
 
 
 def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
@@ -127,7 +114,7 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
         policy=policy,
         stamp=stamp,
     )
-    return commit_table(run.store, key, data, LADDER)
+    return parquet.commit_table(run.store, key, data, LADDER)
 
 
 def commit_shard(
@@ -161,7 +148,7 @@ def commit_tables(
     """Commit a shard out of the rows of its groups, a table each, as those of this shard."""
     attempt = commits.new_attempt()
     constants = {"attempt": attempt, "replica": _replica(), "round": round, "shard": shard}
-    writer = TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
+    writer = parquet.TableWriter(LADDER, ROLLOUTS, {"attempt": attempt, "fingerprint": fingerprint})
     for part in _row_groups(tables, len):
         table = pa.concat_tables(part)
         for name, value in constants.items():
@@ -170,7 +157,7 @@ def commit_tables(
             table = table.set_column(table.column_names.index(name), kind, column)
         writer.write(table)
     key = shard_key(round, shard)
-    committed, ours = commit_table(run.store, key, writer.finish(), LADDER)
+    committed, ours = parquet.commit_table(run.store, key, writer.finish(), LADDER)
     return _ref_of(run.store, key, committed, reused=not ours)
 
 
@@ -181,7 +168,7 @@ def _replica() -> str:
 def shard_ref(run: Run, round: int, shard: int, fingerprint: str) -> SlotRef | None:
     """The shard if it is committed, None if not. Raises CommitConflict on another fingerprint."""
     key = shard_key(round, shard)
-    data = load_or_none(run.store, key)
+    data = parquet.load_or_none(run.store, key)
     if data is None:
         return None
     source = run.store.url_of(key)
@@ -225,8 +212,10 @@ def seal_round(
     used = {"reward_model": config.environment.reward_model, "teacher": config.rollout_teacher}
     if names := [name for name, settings in used.items() if settings is not None]:
         # Digests as footers name them.
-        sources = ((load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards)
-        stamps = [TableReader(data, source, LADDER).stamp for data, source in sources]
+        sources = (
+            (parquet.load(run.store, ref.slot), run.store.url_of(ref.slot)) for ref in shards
+        )
+        stamps = [parquet.TableReader(data, source, LADDER).stamp for data, source in sources]
         judges = {name: sorted({s[name] for s in stamps if name in s}) for name in names}
     record = sampling or SamplingRecord()
     return commits.commit_slot(
@@ -273,12 +262,12 @@ def iter_shards(run: Run, round: int, columns: Sequence[str] | None = None) -> I
         yield reader.table(columns)
 
 
-def _readers(run: Run, manifest: Manifest) -> Iterator[TableReader]:
-    def opened(part: Part) -> TableReader:
-        return open_part(run.store, manifest.slot, part, LADDER)
+def _readers(run: Run, manifest: Manifest) -> Iterator[parquet.TableReader]:
+    def opened(part: Part) -> parquet.TableReader:
+        return parquet.open_part(run.store, manifest.slot, part, LADDER)
 
     largest = max((part.bytes for part in manifest.parts), default=0)
-    return in_order(run.store, opened, manifest.parts, fetches_at_once(largest))
+    return parquet.in_order(run.store, opened, manifest.parts, parquet.fetches_at_once(largest))
 
 
 def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[T]]:
@@ -286,7 +275,7 @@ def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[
     part, rows = list[T](), 0
     for group in groups:
         # Readers of row groups see whole groups.
-        if part and rows + size(group) > ROW_GROUP_ROWS:
+        if part and rows + size(group) > parquet.ROW_GROUP_ROWS:
             yield part
             part, rows = [], 0
         part.append(group)
@@ -297,7 +286,7 @@ def _row_groups(groups: Sequence[T], size: Callable[[T], int]) -> Iterator[list[
 
 def _ref_of(store: ObjectStore, key: str, data: bytes | pa.Buffer, *, reused: bool) -> SlotRef:
     summary = _summary(decode_shard(data, SUMMARY_COLUMNS, source=store.url_of(key)))
-    return SlotRef(slot=key, sha256=digest_of(data), reused=reused, summary=summary)
+    return SlotRef(slot=key, sha256=parquet.digest_of(data), reused=reused, summary=summary)
 
 
 def _entries(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Part, pa.Table]]:
@@ -307,7 +296,7 @@ def _entries(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Pa
     def entry(ref: SlotRef) -> tuple[Part, pa.Table]:
         source = store.url_of(ref.slot)
         # Read back from the store: what a task returned may be another attempt's view of it.
-        data = verified(load(store, ref.slot), ref.sha256, source)
+        data = parquet.verified(parquet.load(store, ref.slot), ref.sha256, source)
         table = decode_shard(data, SUMMARY_COLUMNS, source=source)
         names = ("reward", "policy_version_min", "policy_version_max")
         columns = {name: _finite(table[name]) for name in names}
@@ -323,7 +312,7 @@ def _entries(store: ObjectStore, shards: Sequence[SlotRef]) -> Iterator[tuple[Pa
         )
         return part, table
 
-    return in_order(store, entry, shards, PARTS_MAX)
+    return parquet.in_order(store, entry, shards, parquet.PARTS_MAX)
 
 
 def _summary(table: pa.Table) -> dict[str, float]:

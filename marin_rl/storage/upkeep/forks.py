@@ -10,17 +10,11 @@ from dataclasses import dataclass
 
 from marin_rl.config import Config, differences, override, parse_config, pin_files
 from marin_rl.errors import ConfigError, CorruptObject, NewerSchema, ObjectMissing, StorageError
-from marin_rl.storage import layout
+from marin_rl.storage import layout, runs
 from marin_rl.storage.commits import committed_manifest, read_manifest
 from marin_rl.storage.run_progress import is_closed, optimizer_round
 from marin_rl.storage.run_records import RUN_KEY, ancestors_in, create_record, read_record
-from marin_rl.storage.runs import (
-    Run,
-    is_run_name,
-    latest_checkpoint,
-    place_named,
-    refuse_other_content,
-)
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore, open_store
 from marin_rl.storage.stores.store import Ancestor
 from marin_rl.storage.tables.tombstones import pruned_parts
@@ -66,7 +60,7 @@ def fork_run(parent: Run, round: int, run_id: str, overrides: Sequence[str] = ()
             f"run {run_id!r} exists and is no fork of {parent.run_id!r} from round {round} "
             f"({own.url_of(RUN_KEY)}): choose another --run-id"
         )
-    refuse_other_content(config)
+    runs.refuse_other_content(config)
     run = Run.open(config.root, run_id, config.storage_options)
     try:
         for number in needed:  # again, for gc may have begun in between; from now on it sees us
@@ -128,7 +122,7 @@ def _check_whole(run: Run, round: int) -> None:
     """Raise ObjectMissing unless a checkpoint that the fork needs is there with arrays."""
     slot = layout.checkpoint_slot(round)
     if read_manifest(run.store, slot) is None:
-        latest = latest_checkpoint(run)
+        latest = runs.latest_checkpoint(run)
         raise ObjectMissing(
             f"{run.store.url_of(slot)} is not committed: expected a checkpoint to fork from; the "
             f"latest of run {run.run_id!r} is {latest.slot if latest else 'not there yet'}"
@@ -198,7 +192,7 @@ def borrowed_from(run: Run, known: Mapping[str, Reach] | None = None) -> Borrowe
         except (CorruptObject, NewerSchema):
             raise
         except StorageError as error:
-            if error.transient or is_run_name(name):
+            if error.transient or runs.is_run_name(name):
                 raise
             continue  # a folder that is no run, such as `lost+found`
         if reach is not None:
@@ -219,6 +213,6 @@ def _reach(neighbour: ObjectStore, run_id: str) -> Reach | None:
         )
     rounds = [a.through_round for a in ancestors_in(record) if a.run_id == run_id]
     # As text, and not resolved: a root may be mounted elsewhere for the run that names it.
-    _, owner, kind, slot = place_named(str(policy.get("checkpoint") or ""))
+    _, owner, kind, slot = runs.place_named(str(policy.get("checkpoint") or ""))
     starts = owner == run_id and kind in layout.POLICY_SLOTS
     return Reach(max(rounds, default=-1), f"{kind}/{slot}" if starts else None)

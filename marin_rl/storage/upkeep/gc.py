@@ -31,18 +31,11 @@ from typing import Any, Literal, TypeVar
 
 from marin_rl.config import RetentionConfig, parse_config
 from marin_rl.errors import CorruptObject, NewerSchema, ObjectMissing, RunLocked, StorageError
-from marin_rl.storage import layout
+from marin_rl.storage import layout, runs
 from marin_rl.storage.commits import ATTEMPT_LIFETIME_S, attempt_age_s, attempt_in, manifest_of
 from marin_rl.storage.fleet import heartbeat_age_s
 from marin_rl.storage.run_progress import RETENTION, best_checkpoints, evaluated
-from marin_rl.storage.runs import (
-    LOCK_KEY,
-    Run,
-    latest_checkpoint,
-    latest_preference,
-    latest_sft,
-    rounds_in,
-)
+from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.locks import is_free
 from marin_rl.storage.tables.parquet import in_order, load
@@ -157,7 +150,7 @@ def retire(run: Run) -> None:
     slots: list[Slot] = []
     last = 0
     before = _best(run, rule)[-2:-1]  # kept until another was better
-    for number in reversed(rounds_in(run.folder, "checkpoints")):
+    for number in reversed(runs.rounds_in(run.folder, "checkpoints")):
         if number < last and number not in before:
             continue
         slot = layout.checkpoint_slot(number)
@@ -190,7 +183,7 @@ def rule_of(run: Run, last: int | None = None, every: int | None = None) -> Rete
 
 def _recorded_rule(run: Run) -> dict[str, Any] | None:
     """Rule in the run's own latest checkpoint, or in its warm start's; never an ancestor's."""
-    latest = latest_checkpoint(run) or latest_preference(run) or latest_sft(run)
+    latest = runs.latest_checkpoint(run) or runs.latest_preference(run) or runs.latest_sft(run)
     if latest is None or run.owner_of(latest.slot) != run.run_id:
         return None
     rule = manifest_of(run.store, latest).extra.get(RETENTION)
@@ -206,7 +199,7 @@ def _recorded_rule(run: Run) -> dict[str, Any] | None:
 def _alone(run: Run, *, dry_run: bool) -> Iterator[bool]:
     """Hold the run; False where another process of this machine does. A dry run only looks."""
     if dry_run:
-        path = run.folder.local_path(LOCK_KEY)
+        path = run.folder.local_path(runs.LOCK_KEY)
         yield path is None or is_free(path)
         return
     with ExitStack() as stack:
@@ -223,7 +216,7 @@ def _garbage(
 ) -> Iterator[Garbage]:
     """Garbage but for arrays of checkpoints; what vanished meanwhile is left out."""
     # The lock proves that no writer of this machine is left. Without it only age proves that.
-    locked = alone and run.folder.local_path(LOCK_KEY) is not None
+    locked = alone and run.folder.local_path(runs.LOCK_KEY) is not None
     oldest_s: dict[Role, tuple[Reason, float]] = {
         "loose": ("uncommitted", rule.age_s if locked else LATE_S),
         "piece": ("uncommitted", LATE_S),
@@ -355,7 +348,7 @@ def _delete(
     # All neighbours are read again now that the tombstones exist: a fork made meanwhile either saw
     # a tombstone and failed, or is seen here.
     gone = _unpinned(run, inventory, garbage, known={})
-    lock = run.folder.local_path(LOCK_KEY)
+    lock = run.folder.local_path(runs.LOCK_KEY)
     top = lock and lock.parent
     for item in gone:
         # File by file, after the tombstone: a crash anywhere here leaves garbage and no damage.
