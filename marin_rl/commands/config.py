@@ -10,15 +10,6 @@ import typer
 import yaml
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import (
-    load,
-    out,
-    print_info,
-    print_json,
-    print_result,
-    print_text,
-    try_next,
-)
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +39,7 @@ def init(
         for name, path in heads.items():
             about = path.read_text().partition("\n")[0].lstrip("# ")
             facts = {"template": name, "about": about}
-            print_result(facts, f"{name:<12} {about}", as_json=as_json)
+            opt.print_result(facts, f"{name:<12} {about}", as_json=as_json)
         return
     files = _files_of(template)
     existing = [name for name in files if os.path.lexists(folder / name)]
@@ -62,12 +53,12 @@ def init(
         (folder / name).write_bytes(data)
     written = [folder / name for name in files]
     facts = {"template": template, "files": written}
-    print_result(facts, *(f"wrote {path}" for path in written), as_json=as_json)
+    opt.print_result(facts, *(f"wrote {path}" for path in written), as_json=as_json)
     if as_json:
         return
     if folder != Path():
-        print_info(f"\nGo there first:\n  cd {shlex.quote(str(folder))}")
-    try_next(f"doctor {template}.yaml", f"run {template}.yaml")
+        opt.print_info(f"\nGo there first:\n  cd {shlex.quote(str(folder))}")
+    opt.try_next(f"doctor {template}.yaml", f"run {template}.yaml")
 
 
 def _templates() -> tuple[dict[str, Path], dict[str, Path]]:
@@ -102,13 +93,13 @@ def config_show(
     as_json: opt.AsJson = False,
 ) -> None:
     """Print the resolved configuration, defaults included."""
-    config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
+    config = opt.load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
     tree = config.model_dump(mode="json")
     if as_json:
-        print_json(tree)
+        opt.print_json(tree)
         return
-    print_info(*(f"# {line}" for line in _unused(config)))
-    print_text(yaml.safe_dump(tree, sort_keys=False))
+    opt.print_info(*(f"# {line}" for line in _unused(config)))
+    opt.print_text(yaml.safe_dump(tree, sort_keys=False))
 
 
 def _unused(config: "Config") -> Iterator[str]:
@@ -130,10 +121,10 @@ def config_validate(
     as_json: opt.AsJson = False,
 ) -> None:
     """Check a configuration; exit code 2 and the wrong keys if it is not valid."""
-    config = load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
+    config = opt.load(config_file, overrides, only_shown=True, run_id=run_id, root=root)
     facts = {"run_id": config.run_id, "root": config.root, "rounds": config.rounds}
     line = f"{config_file} is valid: run {config.run_id}, {config.rounds} rounds"
-    print_result(facts, line, as_json=as_json)
+    opt.print_result(facts, line, as_json=as_json)
 
 
 def recipes(*, as_json: opt.AsJsonLines = False) -> None:
@@ -145,12 +136,12 @@ def recipes(*, as_json: opt.AsJsonLines = False) -> None:
 
     for recipe in shipped_recipes():
         if as_json:
-            print_json(recipe)
+            opt.print_json(recipe)
             continue
-        out.print(f"[bold]{recipe.name}[/bold]: ", end="")
-        print_info(recipe.description)
+        opt.out.print(f"[bold]{recipe.name}[/bold]: ", end="")
+        opt.print_info(recipe.description)
         settings = yaml.safe_dump(dict(recipe.settings), sort_keys=False)
-        print_info(*(f"    {line}" for line in settings.splitlines()))
+        opt.print_info(*(f"    {line}" for line in settings.splitlines()))
 
 
 def config_reference(*, as_json: opt.AsJsonLines = False) -> None:
@@ -158,9 +149,9 @@ def config_reference(*, as_json: opt.AsJsonLines = False) -> None:
     from marin_rl.analysis.reference import configuration_keys, configuration_markdown
 
     if as_json:
-        print_json(*configuration_keys())
+        opt.print_json(*configuration_keys())
         return
-    print_text(configuration_markdown())
+    opt.print_text(configuration_markdown())
 
 
 def config_metrics(*, as_json: opt.AsJsonLines = False) -> None:
@@ -169,9 +160,9 @@ def config_metrics(*, as_json: opt.AsJsonLines = False) -> None:
     from marin_rl.metrics import DEFINITIONS
 
     if as_json:
-        print_json(*DEFINITIONS)
+        opt.print_json(*DEFINITIONS)
         return
-    print_text(metrics_markdown())
+    opt.print_text(metrics_markdown())
 
 
 app = typer.Typer(help="Show, validate and document configurations.", no_args_is_help=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import key_named, load, out, print_info, print_json, print_verdict
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,10 +34,10 @@ def env_list(*, as_json: opt.AsJsonLines = False) -> None:
 
     environments = described_environments()
     if as_json:
-        print_json(*environments)
+        opt.print_json(*environments)
         return
     columns = ("name", "plays", "turns", "tools", "needs")
-    out.print(frame_table(columns, [astuple(each) for each in environments]))
+    opt.out.print(frame_table(columns, [astuple(each) for each in environments]))
 
 
 def env_try(  # noqa: PLR0913 - each is an option of the command
@@ -67,7 +66,7 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
     if endpoint is None and as_json:
         raise ConfigError("--json goes with --endpoint: what is played by hand is shown on the way")
     config, environment = _environment(name, overrides, root, trust=trust)
-    key_named(api_key_variable)
+    opt.key_named(api_key_variable)
     key = os.environ.get("MARIN_RL_API_KEY")
 
     async def play(number: int) -> "TriedEpisode":
@@ -80,17 +79,17 @@ def env_try(  # noqa: PLR0913 - each is an option of the command
     for number in range(episodes):
         episode = asyncio.run(play(number))
         if as_json:
-            print_json({"reward": episode.reward, "dialogue": episode.dialogue})
+            opt.print_json({"reward": episode.reward, "dialogue": episode.dialogue})
         else:
             _show(episode)
 
 
 def _show(episode: "TriedEpisode") -> None:
-    print_info(f"Episode {episode.example_id}: reward {episode.reward:g}")
+    opt.print_info(f"Episode {episode.example_id}: reward {episode.reward:g}")
     for message in episode.dialogue:
-        print_info(f"  {message['role']}: {message['content']}")
+        opt.print_info(f"  {message['role']}: {message['content']}")
         for call in message["tool_calls"]:
-            print_info(f"    -> {call['name']}({call['arguments']})")
+            opt.print_info(f"    -> {call['name']}({call['arguments']})")
 
 
 async def _by_hand(dialogue: "Sequence[Message]", tools: "Sequence[Tool]") -> "Turn":
@@ -99,9 +98,11 @@ async def _by_hand(dialogue: "Sequence[Message]", tools: "Sequence[Tool]") -> "T
     last = [message.role for message in dialogue]
     opened = len(last) - last[::-1].index("assistant") if "assistant" in last else 0
     for message in dialogue[opened:]:
-        print_info(f"{message.role}: {message.content}")
+        opt.print_info(f"{message.role}: {message.content}")
     for tool in tools if not opened else ():
-        print_info(f"tool {tool['function']['name']}: {tool['function'].get('description', '')}")
+        opt.print_info(
+            f"tool {tool['function']['name']}: {tool['function'].get('description', '')}"
+        )
     return turn_of_text(str(typer.prompt("turn", prompt_suffix="> ")), tools)
 
 
@@ -123,10 +124,10 @@ def env_check(
     for finding in check_laws(environment, config.environment, episodes=episodes, turns=turns):
         failed = failed or finding.passed is False
         if as_json:
-            print_json(finding)
+            opt.print_json(finding)
             continue
-        print_verdict(passed=finding.passed)
-        print_info(f"{finding.law:<8} {finding.detail}")
+        opt.print_verdict(passed=finding.passed)
+        opt.print_info(f"{finding.law:<8} {finding.detail}")
     if failed:
         raise typer.Exit(1)
 
@@ -144,7 +145,7 @@ def _environment(
         config = parse_config(pin_files(tree), name)
         return config, loaded_environment(config.environment)
     try:
-        config = load(Path(name), overrides, root=root, trust=trust)
+        config = opt.load(Path(name), overrides, root=root, trust=trust)
     except ConfigError as error:
         if Path(name).suffix or Path(name).exists():
             raise

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import key_named, out, print_info, print_json
 from marin_rl.errors import ConfigError
 from marin_rl.progress import listening, phase
 
@@ -138,7 +137,7 @@ def _commit(target: "Target", overrides: list[str], *, as_json: bool) -> None:
     from marin_rl.trust import Consent, trusted_config
 
     run = target.open_run()
-    changes = (*overrides, *key_named(target.api_key_variable))
+    changes = (*overrides, *opt.key_named(target.api_key_variable))
     consent = Consent(file=target.config, overrides=changes, trust=target.trust)
     uses, sections = ("inference", "trackers", "flow"), ("environment", "evaluation", "policy")
     config = trusted_config(run, consent, uses, sections)
@@ -152,9 +151,9 @@ def _print_metrics(
     model: str, place: Mapping[str, Any], metrics: Mapping[str, float], *, as_json: bool
 ) -> None:
     if as_json:
-        print_json({"model": model, **place, **metrics})
+        opt.print_json({"model": model, **place, **metrics})
         return
     from marin_rl.display.tables import estimates_table
 
-    out.print(estimates_table(f"Evaluation of {model}", metrics))
-    print_info(*(f"{name}: {value}" for name, value in place.items()))
+    opt.out.print(estimates_table(f"Evaluation of {model}", metrics))
+    opt.print_info(*(f"{name}: {value}" for name, value in place.items()))

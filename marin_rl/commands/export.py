@@ -7,14 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import (
-    load,
-    open_run,
-    print_error,
-    print_info,
-    print_json,
-    print_result,
-)
 from marin_rl.errors import ConfigError
 from marin_rl.integrations import integration
 from marin_rl.progress import phase
@@ -92,7 +84,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
         raise ConfigError("--set changes a configuration: expected --verl too")
     chosen = _rounds(rounds)
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     weights = {"--hf": hf, "--peft": peft, "--gguf": gguf}
     asked = [(option, path) for option, path in weights.items() if path is not None]
     if len(asked) > 1:
@@ -114,7 +106,7 @@ def export(  # noqa: PLR0913 - each is an option of the command
 
     archive = write_archive(run, output or Path(f"{run_name}.tar"), everything=everything)
     left = f"{archive.left_out} committed objects are left out: --all exports them too"
-    print_result(
+    opt.print_result(
         archive,
         f"{archive.path}: {archive.objects} objects, {size(archive.bytes)}",
         f"root hash {archive.root_hash}",
@@ -155,7 +147,7 @@ def _export_weights(
     of = policy_at(run, round).slot if facts["round"] is None else f"checkpoint {facts['round']}"
     what = f"{'adapter of ' if option == '--peft' else ''}{of}"
     line = f"{path}: {what}, parameters {facts['parameters']}"
-    print_result(facts, line, as_json=as_json)
+    opt.print_result(facts, line, as_json=as_json)
 
 
 def import_(
@@ -176,9 +168,9 @@ def import_(
         imported = import_gguf(gguf, output, dtype)
     types = ", ".join(f"{count} {kind}" for kind, count in sorted(imported.tensors.items()))
     facts = asdict(imported) | {"dtype": dtype}
-    print_result(facts, f"{output}: {imported.family}, {dtype} of {types}", as_json=as_json)
+    opt.print_result(facts, f"{output}: {imported.family}, {dtype} of {types}", as_json=as_json)
     if not imported.chat_template:
-        print_error(
+        opt.print_error(
             f"{gguf} has no chat template: add chat_template.jinja to {output}, with the template "
             "that the model was trained with, before a run or a server takes it",
             style="yellow",
@@ -211,22 +203,22 @@ def merge(
     if push_to_hub is not None:
         push_folder(output, push_to_hub)
     facts = {"folder": output, "parameters": digest, "dtype": dtype}
-    print_result(facts, f"{output}: {dtype}, parameters {digest}", as_json=as_json)
+    opt.print_result(facts, f"{output}: {dtype}, parameters {digest}", as_json=as_json)
 
 
 def _export_verl(
     name: str, folder: Path, overrides: list[str] | None, root: str, *, trust: bool, as_json: bool
 ) -> None:
-    config = load(Path(name), overrides, trust=trust, root=None if root == "runs" else root)
+    config = opt.load(Path(name), overrides, trust=trust, root=None if root == "runs" else root)
     written = integration("verl").export_verl(config, folder)
     if as_json:
-        print_json(asdict(written) | {"folder": str(folder)})
+        opt.print_json(asdict(written) | {"folder": str(folder)})
         return
-    print_info(f"{folder}: {written.train} prompts to train on, {written.val} held out")
+    opt.print_info(f"{folder}: {written.train} prompts to train on, {written.val} held out")
     if written.unmapped:
         lines = [f"  {each}" for each in written.unmapped]
-        print_error("Not exported to verl:", *lines, style="yellow")
-    print_info(
+        opt.print_error("Not exported to verl:", *lines, style="yellow")
+    opt.print_info(
         f"PYTHONPATH={folder.absolute()} python -m verl.trainer.main_ppo "
         f"--config-path {folder.absolute()} --config-name verl"
     )
@@ -238,7 +230,7 @@ def _export_rollouts(
     target = output or Path(f"{run.run_id}-{name}.jsonl")
     written = integration("exchange").export_rollouts(run, name, target, rounds)
     line = f"{target}: {written.lines} lines; {written.left_out} rollouts failed and are left out"
-    print_result(asdict(written) | {"path": target}, line, as_json=as_json)
+    opt.print_result(asdict(written) | {"path": target}, line, as_json=as_json)
 
 
 def pairs(
@@ -269,11 +261,11 @@ def pairs(
     from marin_rl.rollouts.rewards import pairs_of_run
     from marin_rl.storage.tables.pairs import write_pairs
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     ranked = pairs_of_run(run, component=component, margin_min=margin, rounds=chosen)
     write_pairs(output, ranked)
     facts = {"path": output, "pairs": len(ranked)}
-    print_result(facts, f"wrote {len(ranked)} pairs to {output}", as_json=as_json)
+    opt.print_result(facts, f"wrote {len(ranked)} pairs to {output}", as_json=as_json)
 
 
 def _rounds(text: str | None) -> list[int] | None:

@@ -8,15 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import (
-    open_run,
-    out,
-    print_error,
-    print_info,
-    print_json,
-    print_result,
-    print_summary,
-)
 from marin_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,14 +35,14 @@ def status(
 
     current = run_status(root, run_name)
     if as_json:
-        print_json(current)
+        opt.print_json(current)
         return
-    out.print(key_values(f"Run {run_name}", current.facts))
+    opt.out.print(key_values(f"Run {run_name}", current.facts))
     if current.rounds:
-        out.print(rounds_table(current.rounds, "Rounds"))
+        opt.out.print(rounds_table(current.rounds, "Rounds"))
     if current.fleet:
-        out.print(fleet_table(current.fleet))
-    print_summary(current)
+        opt.out.print(fleet_table(current.fleet))
+    opt.print_summary(current)
 
 
 def _status_of_all(root: str, *, as_json: bool) -> None:
@@ -63,13 +54,13 @@ def _status_of_all(root: str, *, as_json: bool) -> None:
     broken = [item for item in runs if not isinstance(item, RunStatus)]
     for item in runs:
         if as_json:
-            print_json(item)
+            opt.print_json(item)
         elif isinstance(item, RunStatus):
-            out.print(plain(item.run_id, "bold"), end=": ", soft_wrap=True)
-            print_info(f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip())
+            opt.out.print(plain(item.run_id, "bold"), end=": ", soft_wrap=True)
+            opt.print_info(f"{item.trained} of {item.planned} rounds. {item.headline}".rstrip())
     if not runs and not as_json:
-        print_info(f"no runs under {root}")
-    print_error(*(f"{item.run_id}: {item.error}" for item in broken))
+        opt.print_info(f"no runs under {root}")
+    opt.print_error(*(f"{item.run_id}: {item.error}" for item in broken))
     if broken:
         raise typer.Exit(1)
 
@@ -109,7 +100,7 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     where = RolloutFilter(
         tool=tool, finish_reason=finish_reason, min_turns=min_turns, max_turns=max_turns
     )
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     if rollout is not None:
         if where.asks or worst or limit is not None:
             raise ConfigError("--id shows one rollout: leave out what chooses among several")
@@ -117,9 +108,9 @@ def rollouts(  # noqa: PLR0913 - each is an option of the command
     else:
         rows = sample_rollouts(run, round_number, limit or 8, worst_first=worst, where=where)
     if as_json:
-        print_json(*rows)
+        opt.print_json(*rows)
     elif rollout is not None:
-        out.print(dialogue(rows[0]))
+        opt.out.print(dialogue(rows[0]))
     else:
         _print_rollouts(run, rows)
 
@@ -128,14 +119,16 @@ def _print_rollouts(run: "Run", rows: Sequence[Mapping[str, Any]]) -> None:
     from marin_rl.analysis.dialogues import count_rollouts
     from marin_rl.display.tables import rollouts_table
 
-    out.print(rollouts_table(rows))
+    opt.out.print(rollouts_table(rows))
     if rows and (count := count_rollouts(run, rows[0]["rollout_id"])) > len(rows):
-        print_info(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")
+        opt.print_info(f"{len(rows)} of {count:,} rollouts of the round: --limit N shows more")
     if any(row["n_turns"] > 1 for row in rows):
         longest = max(rows, key=lambda row: row["n_turns"])
-        print_info(f"all turns of one: marin-rl rollouts {run.run_id} --id {longest['rollout_id']}")
+        opt.print_info(
+            f"all turns of one: marin-rl rollouts {run.run_id} --id {longest['rollout_id']}"
+        )
     elif not rows:
-        print_info("no rollout of this round fulfils these conditions")
+        opt.print_info("no rollout of this round fulfils these conditions")
 
 
 def sql(
@@ -161,13 +154,13 @@ def sql(
     if query is None:
         for table, columns in tables(root, run_name).items():
             lines = (f"    {column}  {kind}" for column, kind in columns.items())
-            print_result({"table": table, "columns": columns}, table, *lines, as_json=as_json)
+            opt.print_result({"table": table, "columns": columns}, table, *lines, as_json=as_json)
         return
     answer = answer_rows(root, run_name, query, unsafe=unsafe)
     if as_json:
-        print_json(*(dict(zip(answer.columns, row, strict=True)) for row in answer.rows))
+        opt.print_json(*(dict(zip(answer.columns, row, strict=True)) for row in answer.rows))
         return
-    out.print(query_result(answer.columns, answer.rows, out.width))
+    opt.out.print(query_result(answer.columns, answer.rows, opt.out.width))
 
 
 def report(
@@ -194,7 +187,7 @@ def report(
     from marin_rl.storage.layout import REPORT
     from marin_rl.storage.stores.local import replace_file
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     if curve is not None:
         if output is not None:
             raise ConfigError("--curve writes a picture instead of the page: leave out --output")
@@ -203,7 +196,7 @@ def report(
 
         curve.parent.mkdir(parents=True, exist_ok=True)
         curve.write_bytes(learning_curve(metric_rows(run), run.run_id))
-        print_result({"path": curve}, f"wrote {curve}", as_json=as_json)
+        opt.print_result({"path": curve}, f"wrote {curve}", as_json=as_json)
         return
     from marin_rl.display.tables import size
     from marin_rl.pages.document import Choice, RunPage, report_html
@@ -219,7 +212,7 @@ def report(
         target = run.store.local_path(REPORT) or Path(f"{run.run_id}.html")
         replace_file(target, data)
     facts = {"path": target, "bytes": len(data), "stage": page.stage, "ended": page.ended}
-    print_result(facts, f"wrote {target} ({size(len(data))})", as_json=as_json)
+    opt.print_result(facts, f"wrote {target} ({size(len(data))})", as_json=as_json)
 
 
 def view(
@@ -241,11 +234,11 @@ def view(
     from marin_rl.pages.live import serve_view
 
     choice = Choice(groups_per_round=groups, members_per_group=members, rollouts_max=rollouts_max)
-    page = RunPage(open_run(root, run_name), choice)
+    page = RunPage(opt.open_run(root, run_name), choice)
 
     def announce(address: str) -> None:
         facts = {"run_id": run_name, "address": address}
-        print_result(facts, f"{run_name} at {address} (Ctrl-C ends)", as_json=as_json)
+        opt.print_result(facts, f"{run_name} at {address} (Ctrl-C ends)", as_json=as_json)
 
     with suppress(KeyboardInterrupt):
         serve_view(page, run_name, host, port, announce)

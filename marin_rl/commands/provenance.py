@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import open_run, out, print_info, print_json, print_result
 from marin_rl.errors import ConfigError, ObjectMissing
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     from marin_rl.storage.run_progress import progress
 
     _check_start(rollout, reverse=reverse, others=(round_number, step, row))
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     if rollout is not None:
         lineage = trace_forward(run, rollout)
     else:
@@ -60,13 +59,13 @@ def lineage(  # noqa: PLR0913 - each is an option of the command
     if graph is not None:
         write_graph(lineage, graph)
     if as_json:
-        print_json(as_tree(lineage))
+        opt.print_json(as_tree(lineage))
         return
-    print_info("\n".join(shortened(line) for line in as_text(lineage, rows=rows)))
+    opt.print_info("\n".join(shortened(line) for line in as_text(lineage, rows=rows)))
     if not rows:
-        print_info("every batch row and rollout: --rows; as a flowchart: --graph FILE.mmd")
+        opt.print_info("every batch row and rollout: --rows; as a flowchart: --graph FILE.mmd")
     if graph is not None:
-        print_info(f"wrote {graph}")
+        opt.print_info(f"wrote {graph}")
 
 
 def _check_start(
@@ -96,17 +95,17 @@ def diff(
     from marin_rl.analysis.diff import compare_runs
     from marin_rl.display.tables import frame_table
 
-    difference = compare_runs(open_run(root, first), open_run(root, second))
+    difference = compare_runs(opt.open_run(root, first), opt.open_run(root, second))
     if as_json:
-        print_json(difference)
+        opt.print_json(difference)
     else:
         changed = difference.changed.items()
-        print_info(*difference.settings, *(f"{name}: {a} -> {b}" for name, (a, b) in changed))
+        opt.print_info(*difference.settings, *(f"{name}: {a} -> {b}" for name, (a, b) in changed))
         if difference.curves:
             rows = [(c.metric, c.round, c.first, c.second, c.largest) for c in difference.curves]
             columns = ("metric", "last round", first, second, "largest difference")
-            out.print(frame_table(columns, rows))
-        print_info(difference.message)
+            opt.out.print(frame_table(columns, rows))
+        opt.print_info(difference.message)
     if difference.parts_at is not None:
         raise typer.Exit(1)
 
@@ -126,18 +125,18 @@ def replay_step(
     from marin_rl.display.tables import frame_table
     from marin_rl.training.replay import replay_round
 
-    replay = replay_round(open_run(root, run_name), round_number, trust=trust)
+    replay = replay_round(opt.open_run(root, run_name), round_number, trust=trust)
     if as_json:
-        print_json({"equal": replay.equal, **asdict(replay)})
+        opt.print_json({"equal": replay.equal, **asdict(replay)})
     else:
         if replay.differing:
             rows = [(d.name, d.largest, d.recorded_largest) for d in replay.differing]
             columns = ("array", "largest difference", "largest value recorded")
-            out.print(frame_table(columns, rows))
+            opt.out.print(frame_table(columns, rows))
         for name, (then, now) in {**replay.metrics, **replay.changed}.items():
-            print_info(f"{name}: {then} then, {now} now")
+            opt.print_info(f"{name}: {then} then, {now} now")
         scope = f"{replay.compared} arrays" if replay.compared else "the parameters' digest alone"
-        print_info(
+        opt.print_info(
             f"parameters recorded {replay.recorded_digest}",
             f"parameters now      {replay.digest}",
             f"round {round_number}: {'EQUAL' if replay.equal else 'APART'}, by {scope}",
@@ -169,7 +168,7 @@ def replay_episode(
 
     if (rollout_id is None) == (round_number is None):
         raise ConfigError("expected the id of a rollout, or --round N for all of a round")
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     number = round_number if rollout_id is None else round_of_rollout(rollout_id)
     assert number is not None, "one of the two was given"
     player = run.at_round(number)
@@ -177,7 +176,7 @@ def replay_episode(
     replays = replay_rollouts(run, number, rollout_id)
     if as_json:
         episodes = [{"equal": e.equal, **asdict(e)} for e in replays.episodes]
-        print_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
+        opt.print_json({"equal": replays.equal, **asdict(replays), "episodes": episodes})
     else:
         rows = [
             (e.rollout_id, t.turn, "differs" if t.difference else "equal", t.difference or "")
@@ -187,11 +186,11 @@ def replay_episode(
         ]
         if rows:
             columns = ("rollout", "turn", "replayed", "first difference")
-            out.print(frame_table(columns, rows))
+            opt.out.print(frame_table(columns, rows))
         for name, (then, now) in replays.changed.items():
-            print_info(f"{name}: {then} then, {now} now")
+            opt.print_info(f"{name}: {then} then, {now} now")
         equal = sum(episode.equal for episode in replays.episodes)
-        print_info(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
+        opt.print_info(f"round {number}: {equal} of {len(replays.episodes)} episodes are equal")
     if not replays.equal:
         raise typer.Exit(1)
 
@@ -214,10 +213,10 @@ def rescore(
     from marin_rl.rollouts.replay import rescore_round
     from marin_rl.trust import pin_function
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     function = pin_function(run, reward, "--reward", trust=trust)
     scored = rescore_round(run, round_number, function, name)
-    print_result(
+    opt.print_result(
         scored,
         f"{'found' if scored.table.reused else 'wrote'} {scored.table.key}",
         f"{scored.rollouts} rollouts, {scored.changed} with another reward, {scored.failed} "
@@ -244,12 +243,12 @@ def reprocess(
     from marin_rl.display.tables import key_values
     from marin_rl.training.reprocess import reprocess_round
 
-    run, changes = open_run(root, run_name), overrides or ()
+    run, changes = opt.open_run(root, run_name), overrides or ()
     outcome = reprocess_round(run, round_number, changes, rewards, gradient=gradient, trust=trust)
     if as_json:
-        print_json(outcome)
+        opt.print_json(outcome)
         return
-    print_info(*outcome.settings)
+    opt.print_info(*outcome.settings)
     before, after = outcome.before, outcome.after
     pairs = {"steps": (before.steps, after.steps), "rows": (before.rows, after.rows)}
     pairs |= {"padded length": (before.length, after.length)}
@@ -265,7 +264,7 @@ def reprocess(
     if (moved := outcome.gradient) is not None:
         rows["gradient norm"] = f"{moved.norm_before:.6g} -> {moved.norm_after:.6g}"
         rows["gradient cosine"] = _number(moved.cosine)
-    out.print(key_values(f"Round {outcome.round}", rows))
+    opt.out.print(key_values(f"Round {outcome.round}", rows))
 
 
 def _number(value: float | None) -> str:

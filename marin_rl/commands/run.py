@@ -15,17 +15,6 @@ import typer
 
 from marin_rl.commands import options as opt
 from marin_rl.commands.hosts import on_all_processes
-from marin_rl.commands.options import (
-    ROOT_VARIABLE,
-    err,
-    key_named,
-    load,
-    out,
-    print_info,
-    print_json,
-    print_summary,
-    try_next,
-)
 from marin_rl.config import Config, PreferenceConfig
 from marin_rl.display.tables import size
 from marin_rl.errors import INTERRUPTED, ConfigError, InputError, StorageError
@@ -57,8 +46,8 @@ def run(  # noqa: PLR0913 - each is an option of the command
 
     The same command does both. With --json, progress and warnings go to standard error.
     """
-    changes = [*(overrides or ()), *key_named(api_key_variable)]
-    config = load(config_file, changes, trust=trust, run_id=run_id, root=root, rounds=rounds)
+    changes = [*(overrides or ()), *opt.key_named(api_key_variable)]
+    config = opt.load(config_file, changes, trust=trust, run_id=run_id, root=root, rounds=rounds)
     if dry_run:
         _print_plan(config, on, as_json=as_json)
         return
@@ -76,9 +65,9 @@ def run(  # noqa: PLR0913 - each is an option of the command
         return
     trained = checkpoint.number
     if trained >= config.rounds:
-        print_info(f"complete: {trained} rounds")
+        opt.print_info(f"complete: {trained} rounds")
     further = _further(config, again, trained)
-    try_next(f"status {config.run_id}{root_option(config)}", further)
+    opt.try_next(f"status {config.run_id}{root_option(config)}", further)
 
 
 def sft(
@@ -91,23 +80,23 @@ def sft(
     as_json: opt.AsJson = False,
 ) -> None:
     """Run only the supervised warm start of a run."""
-    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    config = opt.load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     from marin_rl.doctor.start import before_engines
 
     with on_all_processes(config):
         checkpoint = before_engines(config, "sft") or play("sft", config, as_json=as_json)
     place = f"{config.folder}/{checkpoint.slot}"
     if as_json:
-        print_json({"checkpoint": place, **checkpoint.summary})
+        opt.print_json({"checkpoint": place, **checkpoint.summary})
         return
-    print_info(f"warm start: {place}")
+    opt.print_info(f"warm start: {place}")
     if config.policy.init == "sft":
-        try_next(run_again(config, config_file, overrides or ()))
+        opt.try_next(run_again(config, config_file, overrides or ()))
         return
     # Another start is another content, so it is another run.
     start = ("policy.init=checkpoint", f"policy.checkpoint={place}")
     changes = [*(overrides or ()), *start]
-    try_next(_run_file(config_file, config, f"{config.run_id}-rl", changes))
+    opt.try_next(_run_file(config_file, config, f"{config.run_id}-rl", changes))
 
 
 def reward_model(
@@ -123,11 +112,11 @@ def reward_model(
 
     Or continue where it stopped.
     """
-    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    config = opt.load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     slot = _learn_from_pairs("reward-model", config, as_json=as_json)
     if not as_json:
-        print_info(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
-        try_next(f"status {config.run_id}{root_option(config)}")
+        opt.print_info(f"use it: --set environment.reward_model.checkpoint={shlex.quote(slot)}")
+        opt.try_next(f"status {config.run_id}{root_option(config)}")
 
 
 def preference(
@@ -150,14 +139,16 @@ def preference(
     changes = [*(overrides or ())]
     if from_run is not None:
         changes.append(f"preference.pairs={json.dumps(str(from_run.resolve()))}")
-    config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
+    config = opt.load(config_file, changes, trust=trust, run_id=run_id, root=root)
     if dry_run:
         _print_pair_plan(config, as_json=as_json)
         return
     slot = _learn_from_pairs("preference", config, as_json=as_json)
     if not as_json:
-        print_info(f"start from it: --set policy.init=checkpoint --set policy.checkpoint={slot}")
-        try_next(f"export {config.run_id} --hf FOLDER{root_option(config)}")
+        opt.print_info(
+            f"start from it: --set policy.init=checkpoint --set policy.checkpoint={slot}"
+        )
+        opt.try_next(f"export {config.run_id} --hf FOLDER{root_option(config)}")
 
 
 def _print_pair_plan(config: Config, *, as_json: bool) -> None:
@@ -187,10 +178,10 @@ def _print_pair_plan(config: Config, *, as_json: bool) -> None:
         "parameters": planned.parameters,
     }
     if as_json:
-        print_json({name.replace(" ", "_"): value for name, value in facts.items()})
+        opt.print_json({name.replace(" ", "_"): value for name, value in facts.items()})
         return
     shown = {n: f"{v:,}" if isinstance(v, int) else str(v or "unknown") for n, v in facts.items()}
-    out.print(key_values(f"Plan of {config.run_id}", shown))
+    opt.out.print(key_values(f"Plan of {config.run_id}", shown))
 
 
 def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
@@ -202,10 +193,10 @@ def _learn_from_pairs(flow: str, config: Config, *, as_json: bool) -> str:
         checkpoint = before_engines(config, flow) or play(flow, config, as_json=as_json)
     place = f"{config.folder}/{checkpoint.slot}"
     if as_json:
-        print_json({"checkpoint": place, **checkpoint.summary})
+        opt.print_json({"checkpoint": place, **checkpoint.summary})
     else:
         metrics = {name: f"{value:.4g}" for name, value in checkpoint.summary.items()}
-        out.print(key_values(f"{flow.capitalize().replace('-', ' ')} {config.run_id}", metrics))
+        opt.out.print(key_values(f"{flow.capitalize().replace('-', ' ')} {config.run_id}", metrics))
     return place
 
 
@@ -226,7 +217,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
 
     start = flow_named(flow)
-    console = err if as_json else out
+    console = opt.err if as_json else opt.out
 
     def show(text: str, style: str = "yellow") -> None:
         console.print(plain(text, style), soft_wrap=True)
@@ -249,7 +240,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
         with showing(RunDisplay(config.run_id, config.rounds), console), listening(warn.listen):
             return start(config)
     except KeyboardInterrupt:  # a line in place of its trace
-        err.print("interrupted: what is committed stays; the same command goes on from there")
+        opt.err.print("interrupted: what is committed stays; the same command goes on from there")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -265,18 +256,20 @@ def _print_plan(config: Config, on: str | None, *, as_json: bool) -> None:
     if as_json:
         refuse_other_content(config)
         known = {"run_id": config.run_id, "root": config.root, "trained": rounds_trained(config)}
-        print_json(known | asdict(planned))
+        opt.print_json(known | asdict(planned))
         return
-    out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, planned, devices)))
+    opt.out.print(key_values(f"Plan of {config.run_id}", plan_rows(config, planned, devices)))
     _print_data_warnings(config)
     try:
         refuse_other_content(config)
         trained = rounds_trained(config)
     except StorageError as error:
-        print_info(f"whether run {config.run_id} exists is not known: {error}")
+        opt.print_info(f"whether run {config.run_id} exists is not known: {error}")
         return
     known = f"exists with the same content: {trained} rounds are trained"
-    print_info(f"run {config.run_id} {f'is new under {config.root}' if trained is None else known}")
+    opt.print_info(
+        f"run {config.run_id} {f'is new under {config.root}' if trained is None else known}"
+    )
 
 
 def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) -> dict[str, str]:
@@ -364,9 +357,9 @@ def _print_data_warnings(config: Config) -> None:
 
     try:
         for text in data_warnings(config):
-            print_info(f"! {text}")
+            opt.print_info(f"! {text}")
     except InputError as error:
-        print_info(f"! {error}")
+        opt.print_info(f"! {error}")
         return
     checks = [own_reward]
     if config.objective.loss is not None:
@@ -377,7 +370,7 @@ def _print_data_warnings(config: Config) -> None:
         try:
             check(config)
         except (InputError, ConfigError) as error:
-            print_info(f"! {error}")
+            opt.print_info(f"! {error}")
 
 
 def _print_result(config: Config, again: str, *, as_json: bool) -> None:
@@ -391,16 +384,16 @@ def _print_result(config: Config, again: str, *, as_json: bool) -> None:
     status = run_status(config.root, config.run_id, config.storage_options)
     curve = write_learning_curve(opened, status.rounds)
     if as_json:
-        print_json({**asdict(status), "learning_curve": curve})
+        opt.print_json({**asdict(status), "learning_curve": curve})
         return
-    out.print(rounds_table(status.rounds, f"Run {config.run_id}"))
+    opt.out.print(rounds_table(status.rounds, f"Run {config.run_id}"))
     if (compared := before_and_after(opened)) is not None:
-        out.print(episodes_table(compared))
-    print_summary(status)
-    print_info(f"learning curve: {curve}")
+        opt.out.print(episodes_table(compared))
+    opt.print_summary(status)
+    opt.print_info(f"learning curve: {curve}")
     average = "select round, avg(reward) as reward from rollouts group by round order by round"
     root = root_option(config)
-    try_next(
+    opt.try_next(
         f'sql {config.run_id} "{average}"{root}',
         f"rollouts {config.run_id} --round {min(3, status.trained - 1)}{root}",
         _further(config, again, status.trained),
@@ -411,7 +404,7 @@ def _further(config: Config, again: str, trained: int) -> str:
     """The command that trains more rounds of a run that ended, whose early end is told."""
     if trained >= config.rounds:
         return f"{again} --rounds {trained + 20}"
-    print_info(
+    opt.print_info(
         f"ended early, after {trained} of {config.rounds} rounds: of its last evaluations, "
         f"{config.evaluation.patience} in a row were no better than the best (evaluation.patience)"
     )
@@ -433,5 +426,5 @@ def _run_file(file: Path, config: Config, run_id: str, overrides: Sequence[str])
 
 def root_option(config: Config) -> str:
     """Return the option that names the root of runs; empty for the one that commands take."""
-    usual = os.environ.get(ROOT_VARIABLE) or "runs"
+    usual = os.environ.get(opt.ROOT_VARIABLE) or "runs"
     return "" if config.root == usual else f" --root {shlex.quote(config.root)}"

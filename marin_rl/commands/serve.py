@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 
 from marin_rl.commands import options as opt
-from marin_rl.commands.options import key_named, load, open_run, print_error, print_json
 from marin_rl.config import Config, load_config, override, parse_config
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.integrations import integration
@@ -96,7 +95,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
         adapter=bool(adapter),
     )
     adapters = adapters_named(adapter or ())
-    keys = [*key_named(api_key_variable), *key_named(admin_key_variable, admin=True)]
+    keys = [*opt.key_named(api_key_variable), *opt.key_named(admin_key_variable, admin=True)]
     config = serving_config(config_file, [*(overrides or ()), *keys], root, run_name, trust=trust)
     from marin_rl.chat_templates import start_worker
     from marin_rl.serving.http.auth import check_address
@@ -105,7 +104,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
     if model is not None:
         check_folder(model)
         start_worker()
-    print_error(f"starting the server of {run_name or model}", style="")
+    opt.print_error(f"starting the server of {run_name or model}", style="")
     gc.disable()
     with phase("importing JAX"):
         from marin_rl.training.hf_weights import begin_reading
@@ -115,7 +114,7 @@ def serve(  # noqa: PLR0913 - each is an option that people type
 
     gc.freeze()  # modules live as long as the process: no collection is to look at them
     gc.enable()
-    report = print_json if as_json else None
+    report = opt.print_json if as_json else None
     if model is not None:
         code = serve_folder(
             model, config, host, port, adapters=adapters, report=report, begun=begun
@@ -218,7 +217,7 @@ def serving_config(
     else:
         from marin_rl.trust import Consent, trusted_config
 
-        run = open_run(root, run_name)
+        run = opt.open_run(root, run_name)
         consent = Consent(file=file, overrides=tuple(overrides or ()), trust=trust)
         base = trusted_config(run, consent, SERVER_KEYS, ("policy",))
         if settings is not None:
@@ -245,8 +244,8 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     trains on them. Ctrl-C ends it. With --json, a line of standard output for each state: ready
     (with url), ended (with counts).
     """
-    changes = [*(overrides or ()), *key_named(api_key_variable)]
-    config = load(config_file, changes, trust=trust, run_id=run_id, root=root)
+    changes = [*(overrides or ()), *opt.key_named(api_key_variable)]
+    config = opt.load(config_file, changes, trust=trust, run_id=run_id, root=root)
     from marin_rl.serving.http.auth import check_address
 
     check_address(config.inference, host, port)
@@ -256,7 +255,7 @@ def serve_trajectories(  # noqa: PLR0913 - each is an option that people type
     with suppress(KeyboardInterrupt):
         atropos.serve_trajectories(receiver, host, port, ready)
     if as_json:
-        print_json({"state": "ended", **receiver.counts})
+        opt.print_json({"state": "ended", **receiver.counts})
 
 
 def poll_trajectories(
@@ -275,15 +274,15 @@ def poll_trajectories(
     `marin-rl run`, in another process, trains on them. It ends with the run. With --json, a line of
     standard output for each state: ready, ended (with counts).
     """
-    config = load(config_file, overrides, trust=trust, run_id=run_id, root=root)
+    config = opt.load(config_file, overrides, trust=trust, run_id=run_id, root=root)
     atropos, receiver = _receiver(config)
     doing = "taking groups of run {} from"
     ready = partial(_print_ready, doing, config.run_id, url, as_json=as_json)
     batches = 0
     with suppress(KeyboardInterrupt):
-        batches = atropos.poll_trajectories(receiver, url, ready, print_error)
+        batches = atropos.poll_trajectories(receiver, url, ready, opt.print_error)
     if as_json:
-        print_json({"state": "ended", "batches": batches, **receiver.counts})
+        opt.print_json({"state": "ended", "batches": batches, **receiver.counts})
 
 
 def sessions(
@@ -311,9 +310,9 @@ def sessions(
 
 
 def _print_ready(doing: str, run_id: str, url: str, *, as_json: bool) -> None:
-    print_error(f"{doing.format(run_id)} {url} (Ctrl-C ends)", style="")
+    opt.print_error(f"{doing.format(run_id)} {url} (Ctrl-C ends)", style="")
     if as_json:
-        print_json({"state": "ready", "url": url, "run_id": run_id})
+        opt.print_json({"state": "ready", "url": url, "run_id": run_id})
 
 
 def _receiver(config: Config) -> tuple[Any, Any]:

@@ -14,17 +14,6 @@ import typer
 from marin_rl.commands import options as opt
 from marin_rl.commands.config import demo_configuration
 from marin_rl.commands.hosts import on_all_processes
-from marin_rl.commands.options import (
-    key_named,
-    load,
-    open_run,
-    out,
-    print_error,
-    print_info,
-    print_json,
-    print_verdict,
-    try_next,
-)
 
 
 def doctor(
@@ -47,18 +36,18 @@ def doctor(
     from marin_rl.doctor.engines import STAGES
     from marin_rl.doctor.stages import examine
 
-    changes = [*(overrides or ()), *key_named(api_key_variable)]
+    changes = [*(overrides or ()), *opt.key_named(api_key_variable)]
     file = config_file or demo_configuration()
-    config, failed = load(file, changes, trust=trust, run_id=run_id, root=root), False
+    config, failed = opt.load(file, changes, trust=trust, run_id=run_id, root=root), False
     with on_all_processes(config):
         for finding in examine(config, STAGES):
             failed = failed or not finding.passed
             if as_json:
-                print_json(finding)
+                opt.print_json(finding)
                 continue
-            print_verdict(passed=finding.passed)
-            out.print(f"[bold]{finding.name:<13}[/bold] ", end="")
-            print_info(finding.detail)
+            opt.print_verdict(passed=finding.passed)
+            opt.out.print(f"[bold]{finding.name:<13}[/bold] ", end="")
+            opt.print_info(finding.detail)
         if failed:
             raise typer.Exit(1)
 
@@ -75,27 +64,27 @@ def audit(
     from marin_rl.storage.upkeep.audit import audit_run
     from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     reports, waiting = list(audit_run(run)), waiting_rollouts(run)
     begun = unfinished_groups(run)
     if as_json:
-        print_json(*({"balanced": report.balanced, **asdict(report)} for report in reports))
+        opt.print_json(*({"balanced": report.balanced, **asdict(report)} for report in reports))
         if waiting:
-            print_json({"waiting": waiting})
+            opt.print_json({"waiting": waiting})
         if begun.groups:
-            print_json({"unfinished": begun})
+            opt.print_json({"unfinished": begun})
     else:
-        out.print(audit_table(reports))
+        opt.out.print(audit_table(reports))
         if any(balance.dropped for report in reports for balance in report.balances):
-            out.print(dropped_table(reports))
-        print_info(balance_line(reports, waiting))
+            opt.out.print(dropped_table(reports))
+        opt.print_info(balance_line(reports, waiting))
         if begun.groups:
             again = f", {begun.begun_again:,} members began again" if begun.begun_again else ""
-            print_info(
+            opt.print_info(
                 f"unfinished and kept: {begun.groups:,} groups, {begun.tokens:,} tokens{again}"
             )
         for report in reports:
-            print_error(*(f"round {report.round}: {line}" for line in report.problems))
+            opt.print_error(*(f"round {report.round}: {line}" for line in report.problems))
     if any(report.problems for report in reports):
         raise typer.Exit(1)
 
@@ -118,14 +107,14 @@ def fsck(
 
     checked = check_run(root, run_name, workers=workers)
     if as_json:
-        print_json({"whole": checked.whole, **asdict(checked)})
+        opt.print_json({"whole": checked.whole, **asdict(checked)})
     else:
         for fault in sorted(checked.faults, key=lambda fault: fault.harmless):
-            show = print_info if fault.harmless else print_error
+            show = opt.print_info if fault.harmless else opt.print_error
             show(f"{fault.kind}: {fault.place}: {fault.detail}")
         rate = checked.bytes / max(checked.seconds, 1e-9)
         pruned = f", {checked.pruned} pruned by retention" if checked.pruned else ""
-        print_info(
+        opt.print_info(
             f"{checked.objects} objects, {size(checked.bytes)} in {checked.seconds:.2f} s "
             f"({size(rate)}/s){pruned}: {'whole' if checked.whole else 'NOT WHOLE'}"
         )
@@ -148,14 +137,14 @@ def verify_metrics(
     from marin_rl.analysis.verify import not_checked, verify_run
     from marin_rl.display.tables import findings_table
 
-    findings = list(verify_run(open_run(root, run_name), round_number, trust=trust))
+    findings = list(verify_run(opt.open_run(root, run_name), round_number, trust=trust))
     wrong = [finding for finding in findings if finding.problem]
     if as_json:
-        print_json(*findings)
+        opt.print_json(*findings)
     else:
-        out.print(findings_table([finding for finding in findings if not finding.unchecked]))
-        print_info(*not_checked(findings))
-        print_error(*(finding.message for finding in wrong))
+        opt.out.print(findings_table([finding for finding in findings if not finding.unchecked]))
+        opt.print_info(*not_checked(findings))
+        opt.print_error(*(finding.message for finding in wrong))
     if wrong:
         raise typer.Exit(1)
 
@@ -175,11 +164,13 @@ def verify(
 
     archived = verify_archive(archive, root_hash)
     if as_json:
-        print_json({"whole": not archived.faults, **asdict(archived)})
+        opt.print_json({"whole": not archived.faults, **asdict(archived)})
     else:
-        print_error(*(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in archived.faults))
+        opt.print_error(
+            *(f"{fault.kind}: {fault.place}: {fault.detail}" for fault in archived.faults)
+        )
         verdict = "NOT WHOLE" if archived.faults else "whole"
-        print_info(
+        opt.print_info(
             f"run {archived.run_id}: {archived.objects} objects, {size(archived.bytes)}, "
             f"{archived.left_out} parts left out: {verdict}",
             f"root hash {archived.root_hash}",
@@ -212,7 +203,7 @@ def fork(
     from marin_rl.storage.upkeep.forks import fork_run
     from marin_rl.trust import remembered, try_to_remember
 
-    parent = open_run(root, run_name)
+    parent = opt.open_run(root, run_name)
     own_settings = remembered(parent)
     changes = [*(own_settings or ()), *(overrides or ())]
     forked = fork_run(parent, from_round, run_id, changes)
@@ -221,15 +212,15 @@ def fork(
         try_to_remember(replace(forked, config=parse_config(tree, "fork")))
     if as_json:
         ancestors = [asdict(ancestor) for ancestor in forked.ancestors]
-        print_json({"run_id": run_id, "url": forked.folder.url, "ancestors": ancestors})
+        opt.print_json({"run_id": run_id, "url": forked.folder.url, "ancestors": ancestors})
         return
-    print_info(
+    opt.print_info(
         f"{forked.folder.url} begins at round {from_round} of {run_name}",
         f"it evaluates with samples of its own: for the same checkpoint, numbers may differ from "
         f"{run_name}'s within their intervals",
     )
     if forked.folder.local_path("run.json") is not None:
-        try_next(f"run {shlex.quote(forked.folder.url)}")
+        opt.try_next(f"run {shlex.quote(forked.folder.url)}")
 
 
 def gc(
@@ -256,20 +247,22 @@ def gc(
     from marin_rl.display.tables import frame_table, size
     from marin_rl.storage.upkeep.gc import collect, rule_of
 
-    run = open_run(root, run_name)
+    run = opt.open_run(root, run_name)
     collection = collect(run, rule_of(run, checkpoints_last, checkpoints_every), dry_run=dry_run)
     if as_json:
-        print_json({**asdict(collection), "bytes": collection.bytes})
+        opt.print_json({**asdict(collection), "bytes": collection.bytes})
     else:
         if collection.garbage:
             rows = [(item.reason, item.bytes, item.key) for item in collection.garbage]
-            out.print(frame_table(("reason", "bytes", "object"), rows))
+            opt.out.print(frame_table(("reason", "bytes", "object"), rows))
         damaged = "its manifest is damaged or gone, so nothing in it is touched; run fsck"
-        print_error(*(f"{slot}: {damaged}" for slot in collection.skipped))
+        opt.print_error(*(f"{slot}: {damaged}" for slot in collection.skipped))
         if collection.live:
-            print_info("another process works on this run: what it may be writing was left")
+            opt.print_info("another process works on this run: what it may be writing was left")
         verb = "would be deleted" if dry_run else "deleted"
-        print_info(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")
+        opt.print_info(f"{len(collection.garbage)} objects, {size(collection.bytes)} {verb}")
     if collection.unread:
-        print_error(f"no checkpoint was pruned, for another run may be a fork: {collection.unread}")
+        opt.print_error(
+            f"no checkpoint was pruned, for another run may be a fork: {collection.unread}"
+        )
         raise typer.Exit(1)
