@@ -51,15 +51,10 @@ EVALUATE = "evaluate-checkpoint"
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pooled:
-    """A stage's counterpart for a work pool; `pack` makes its arguments of several calls'."""
-
-    task: Task[..., Any]
-    pack: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
-
-
-pooled: dict[str, Pooled] = {}  # by name of the stage; `tasks.generate` fills it
+# Counterparts of stages for a work pool, each with a function that makes its arguments of those of
+# several calls; by name of the stage. `tasks.generate` fills it.
+Pack = Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+pooled: dict[str, tuple[Task[..., Any], Pack]] = {}
 
 
 class Nodes(ABC):
@@ -102,13 +97,13 @@ class WorkPool(Nodes):
         return [list(calls[at : at + size]) for at in range(0, len(calls), max(size, 1))]
 
     async def call(self, tuned: Task[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-        counterpart = pooled[tuned.name]
-        task = counterpart.task.with_options(
+        counterpart, pack = pooled[tuned.name]
+        task = counterpart.with_options(
             retries=tuned.retries,
             retry_delay_seconds=tuned.retry_delay_seconds or 0,
             timeout_seconds=tuned.timeout_seconds,
         )
-        return await task(*counterpart.pack([self.for_nodes(call) for call in calls]))
+        return await task(*pack([self.for_nodes(call) for call in calls]))
 
 
 class RayCluster(Nodes):

@@ -28,7 +28,7 @@ from marin_rl.storage.tables.rollouts import seal_round
 from marin_rl.storage.tables.stream import chunk_size
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.types import ServedPolicy, SlotRef
-from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK, Pooled, play_on_pool, pooled
+from tasks.fan_out import EVALUATE, GENERATE_SHARDS, SAMPLE_CHUNK, play_on_pool, pooled
 from tasks.options import STAGE, as_state, in_thread, open_run
 
 
@@ -185,7 +185,7 @@ def _of_shards(calls: Sequence[Sequence[Any]]) -> Sequence[Any]:
     return run, round, [call[2] for call in calls], policy
 
 
-pooled[generate.name] = Pooled(task=generate_on_pool, pack=_of_shards)
+pooled[generate.name] = generate_on_pool, _of_shards
 # A request to end early is no parameter: `watch_target` sees it in the root.
-pooled[sample.name] = Pooled(task=sample_on_pool, pack=lambda calls: calls[0][:-1])
-pooled[evaluate.name] = Pooled(task=evaluate_on_pool, pack=lambda calls: calls[0])
+pooled[sample.name] = sample_on_pool, lambda calls: calls[0][:-1]
+pooled[evaluate.name] = evaluate_on_pool, lambda calls: calls[0]

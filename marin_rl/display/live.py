@@ -46,9 +46,6 @@ STAGES = {
 }
 
 
-BEFORE_ROUNDS = ("start", *OF_STEPS, "done")
-
-
 class RunDisplay:
     """The state of a run by its progress events; `render()` draws it."""
 
@@ -122,7 +119,9 @@ class RunDisplay:
 
     def stage_line(self) -> str:
         """The stage with its counts and seconds: `round 3: generating 13/64 (12 s)`."""
-        before = "" if self.stage in BEFORE_ROUNDS else f"round {self.round}: "
+        before = f"round {self.round}: "
+        if self.stage in ("start", *OF_STEPS, "done"):
+            before = ""
         amount = f" {self.done}/{self.total}" if self.total else ""
         seconds = time.monotonic() - self._stage_began
         return f"{before}{STAGES.get(self.stage, self.stage)}{amount} ({duration(seconds)})"

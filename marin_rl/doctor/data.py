@@ -41,7 +41,6 @@ GENERATED_CHECKED_MAX = 256  # examples of an environment that generates them wi
 
 TRIALS = 3  # examples whose answers are scored
 TRIAL_COLUMNS = (34, 14, 6, 14, 6)  # characters
-WRONG_ANSWER = ""  # where no example has another answer
 
 _log = logging.getLogger(__name__)
 
@@ -206,7 +205,7 @@ def trials(config: Config, count: int = TRIALS) -> list[Trial]:
     for place, (prompt, _) in enumerate(rendered(config, examples[:count])):
         right, example = answers[place], examples[place]
         others = [answer for answer in answers if answer is not None and answer != right]
-        wrong = others[place % len(others)] if others else WRONG_ANSWER
+        wrong = others[place % len(others)] if others else ""
         rewards = _rewards(config, example, [wrong] if right is None else [wrong, right])
         of_right = None if right is None else rewards[-1]
         result.append(Trial(prompt, right, of_right, wrong, rewards[0]))

@@ -36,7 +36,6 @@ FORMAT = "marin-rl/export"
 VERSION = 2  # 2 is a fork's: slots lie with the run that has them; other archives are written as 1
 CONTENTS = "contents.json"
 BLOCK_BYTES = 2**20
-SAMPLE_SHARDS = 1  # of the first and of the last round
 
 
 class Entry(NamedTuple):
@@ -198,7 +197,7 @@ def _sources(run: Run, inventory: Inventory, *, everything: bool) -> Sources:
         slot.key(name)
         for slot in inventory.of_kind("rollouts")
         if slot.number in ends
-        for name in sorted(slot.parts)[:SAMPLE_SHARDS]
+        for name in sorted(slot.parts)[:1]
     }
     # Groups that no shard has yet, which cannot be sampled again, and who pushed them.
     pushed = everything and run.config.rollouts.source == "pushed"
