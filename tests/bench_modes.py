@@ -50,7 +50,6 @@ WRITERS = ("round.py", "server.py", "recovery.py", "orchestration.py", "recipes.
            "overlap.py", "selection.py", "lora.py", "lora_curves.py", "scale.py",
            "serve_one.py", "preference.py")  # fmt: skip
 
-
 LATENCY = ("--latency", "0.01")
 
 
@@ -68,14 +67,6 @@ MODES = {
         shows=("marin-rl", "completions of 8", "completions of about 3", "no bars"),
     ),
     "packing": Mode(command=PACKING, shows=('"layout": "shared_prompt"', "times_faster_cpu")),
-    "packing-mean": Mode(
-        command=(*PACKING, "--mean", "3", "--layouts", "sequences"),
-        shows=('"layout": "sequences"',),
-    ),
-    "packing-bucket": Mode(
-        command=(*PACKING, "--shortest", "1", "--padded-to", "bucket", "--layouts", "none"),
-        shows=('"layout": "none"',),
-    ),
     "mfu": Mode(
         command=("mfu.py", "--model", "tiny", "--row", "16", "--rows", "2", "--steps", "1",
                  "--peak-tflops", "0.2"),
@@ -114,11 +105,6 @@ MODES = {
         command=("episodes.py", *TINY, "--rounds", "1", "--history", "64", "--slots", "8",
                  "--step-s", "0.01"),
         shows=('"measure": "turns"', '"same_bits": true', '"busy_share": ', '"measure": "single"'),
-    ),
-    "engine-model": Mode(
-        command=(*ENGINE, "--model", "tiny", "--dtype", "float32", "--batch", "1,2",
-                 "--bandwidth-gb-s", "10"),
-        shows=('"batch": 1,', '"batch": 2,', "share_of_bound"),
     ),
     "server": Mode(
         command=(*SERVER, "--samples", "2", "--chunk-steps", "2", "--logprobs"),
@@ -174,9 +160,6 @@ MODES = {
         shows=('"measure": "gateway", "api": "responses"', '"measure": "server"'),
     ),
     "sandbox": Mode(command=("sandbox.py", "--runs", "2"), shows=("programs run in", "overhead")),
-    "sandbox-leftovers": Mode(
-        command=("sandbox.py", "--leftovers", "7"), shows=("mounts", "exit status 4")
-    ),
     "learning": Mode(
         command=("learning.py", "--only", "repository", "--rounds", "1", "--root",
                  "{folder}", *SMALL),

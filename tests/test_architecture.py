@@ -28,6 +28,8 @@ EVERYTHING = (
     "marin_rl.training.sft",
 )
 HEAVY = ("jax", "levanter", "haliax", "orbax", "torch")
+# Imports of seconds, of which an error in a configuration or its files needs none.
+ENGINES = (*HEAVY, "prefect", "polars", "duckdb", "openai")
 
 
 def python(code: str, **environment: str) -> str:
@@ -42,11 +44,15 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_data_side_imports_nothing_of_accelerators_or_integrations():
-    """Nor do its checks of an environment start a process."""
+def test_the_data_side_imports_nothing_of_accelerators_or_integrations(tmp_path):
+    """The checks before a run import no engine; those of an environment start no process."""
     code = f"""
 import sys
-from marin_rl.config import Config
+from marin_rl.config import Config, load_config
+from marin_rl.doctor.start import before_engines
+sound = load_config("configs/debug.yaml", ["root={tmp_path}"])
+assert before_engines(sound, "rl-loop") is None
+assert not set({ENGINES!r}) & set(sys.modules)
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.episode_pool import pools
 import {", ".join(DATA_SIDE)}

@@ -132,7 +132,6 @@ IN_FLIGHT = (*WINDOW, "asynchrony.in_flight_updates=true")
 VLLM = ("inference.publish=vllm_reload", "inference.route=vllm_generate")
 REMOTE = ("inference.endpoints=[http://host/v1]",)
 
-
 MODES_REFUSED = r"""
 asynchrony.curriculum=solve_rate; asynchrony.max_staleness=1; asynchrony.sampler=windowed
     -> expected sampler in_order

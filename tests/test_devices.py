@@ -86,9 +86,7 @@ def test_a_gpu_that_jax_leaves_for_the_cpu_is_an_error_and_not_a_slow_run() -> N
 
 
 @pytest.mark.parametrize("said", [OLD[0], TAKEN[0]])
-def test_a_backend_that_does_not_start_is_our_error(
-    monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
+def test_a_backend_that_does_not_start_is_our_error(monkeypatch, said):
     def fails() -> None:
         raise RuntimeError(said)
 

@@ -10,7 +10,6 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ import yaml
 from forked_commands import ForkedCommands
 from support.imports import missing_imports
 from support.quick_programs import quick_programs
-from support.run_factories import shown_run
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from marin_rl.cli import app
-from marin_rl.config import Config, load_config
+from marin_rl.config import Config
 from marin_rl.config.sections import known_keys
 
 TOP = Path(__file__).parent.parent
@@ -107,39 +104,13 @@ def settings(words: tuple[str, ...]) -> list[str]:
     return [word for option, word in pairwise(words) if option == "--set"]
 
 
-@pytest.mark.parametrize("command", ALL, ids=str)
-def test_a_command_in_a_block_is_one_that_the_command_line_takes(command: Command):
-    if not {"--help", "--version"} & {*command.words}:  # these print and exit while parsing
-        check_arguments(command.words)
-    names = [setting.partition("=")[0] for setting in settings(command.words)]
-    assert not [name for name in names if not known(name) and name != "recipe"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [each for each in ALL if len(each.words) > 1 and each.words[1].startswith("configs/")],
-    ids=str,
-)
-def test_the_configuration_of_a_command_is_valid(command: Command):
-    config = load_config(TOP / command.words[1], settings(command.words)).model_dump(mode="json")
-    for key, _, value in (setting.partition("=") for setting in settings(command.words)):
-        if key != "recipe":  # a set of keys
-            taken = reduce(lambda section, part: section[part], key.split("."), config)
-            assert taken == yaml.safe_load(value), key
-
-
-READERS = {"status", "rollouts", "sql", "report", "audit", "lineage", "gc"}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [each for each in ALL if each.words[0] in READERS and {"demo", "spell"} & {*each.words[1:2]}],
-    ids=str,
-)
-def test_a_reading_command_runs(command: Command, demo: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(demo)
-    shown = CliRunner().invoke(app, list(command.words))
-    assert shown.exit_code == 0, (shown.output, shown.exception)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_command_in_a_block_is_one_that_the_command_line_takes(page: str):
+    for command in (each for each in ALL if each.page == page):
+        if not {"--help", "--version"} & {*command.words}:  # these print and exit while parsing
+            check_arguments(command.words)
+        names = [setting.partition("=")[0] for setting in settings(command.words)]
+        assert not [name for name in names if not known(name) and name != "recipe"], command
 
 
 @pytest.fixture(scope="module")
@@ -181,15 +152,6 @@ def test_the_commands_of_sft_run_one_after_the_other(forked: ForkedCommands, tmp
     for each in [each.words for each in ALL if each.page == "docs/sft.md"]:
         words = (*each, "--rounds", "2") if each[0] == "run" else each
         assert forked.run(tmp_path, *words) == 0, (each, forked.said())
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two runs of which the docs speak."""
-    folder = tmp_path_factory.mktemp("docs")
-    for name in ("demo", "spell"):
-        shown_run(folder / "runs", run_id=name, rounds=4)
-    return folder
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])

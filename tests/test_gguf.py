@@ -30,27 +30,14 @@ from marin_rl.tokenizers import load_tokenizer
 from marin_rl.training.hf_folders import load_hf
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
-
-
 PERMUTED = ("llama", "smollm3", "granite")
-
-
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-
 
 # Byte-level characters of ASCII: a space and a line's end have letters of their own.
 ALPHABET = [*map(chr, range(33, 127)), "Ġ", "Ċ"]
-
-
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-
-
 MERGES = ["t h", "th e", "Ġ the", "1 2"]
-
-
 TOKENS = [*SPECIAL, *ALPHABET, "th", "the", "Ġthe", "12"]
-
-
 PIECES = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", "t", "h", "e", "\n", "th", "he", "the", "▁the"]
 
 

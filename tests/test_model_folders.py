@@ -197,7 +197,7 @@ def test_a_model_of_version_5_is_exported_for_both(tmp_path, name):
 # ---------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "bert", None, 7])
+@pytest.mark.parametrize("family", ["gemma3", 7])
 def test_another_family_is_refused_with_the_list_before_anything_is_loaded(folder, family):
     rewrite(folder / "config.json", {"model_type": family})
     config = parse_config({"policy": {"init": "hf", "hf_path": str(folder)}})

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cases import others_slow
 from support.chat_folders import CHATML, GEMMA, TWO_ENDS, WITHOUT_REASONING, chat_folder
 from support.run_factories import evaluate, whole_run
 from support.scripted_policies import write_tokenizer
@@ -33,33 +32,14 @@ from marin_rl.storage.runs import Run, committed_checkpoint, metrics_key
 
 DEBUG = Path(__file__).parent.parent / "configs/debug.yaml"
 
-# Imports of seconds, of which an error needs none.
-ENGINES = ("jax", "prefect", "levanter", "polars", "duckdb", "openai", "orbax")
-LOADED = """
-import sys
-from pathlib import Path
-from marin_rl.config import load_config
-from marin_rl.doctor.start import before_engines
-from marin_rl.errors import MarinRLError
-overrides = sys.argv[2:]
-try:
-    print(before_engines(load_config(sys.argv[1], overrides), "rl-loop"))
-except MarinRLError as error:
-    print(type(error).__name__)
-print(*sorted(name for name in sys.modules if "." not in name))
-"""
-
 
 def debug(root: Path, *overrides: str) -> Config:
     return load_config(DEBUG, [f"root={json.dumps(str(root))}", *overrides])
 
 
-def test_checks_of_a_sound_run_import_no_engine(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOADED, str(DEBUG), f"root={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    outcome, modules = done.stdout.splitlines()
-    assert outcome == "None"
-    assert not set(ENGINES) & set(modules.split())
+def write_prompts(file: Path) -> None:
+    rows = ({"prompt": f"{n}+0=", "answer": str(n)} for n in range(20))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +135,7 @@ def test_a_locked_run_is_refused_with_the_line_that_follows_it(tmp_path: Path) -
 
 def test_an_evaluation_whose_prompts_are_gone_is_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
-    prompts.write_text("\n".join(json.dumps(row) for row in rows))
+    write_prompts(prompts)
     environment = {"name": "chat", "options": {"path": str(prompts)}}
     config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
     check_files(config, EVALUATE)
@@ -174,23 +153,10 @@ def test_a_folder_without_a_model_is_not_served(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
-REWARDS = {
-    "length": ("return [1.0, 2.0]", "expected a number"),
-    "text": ("return 'good'", "expected a number, found 'good'"),
-    "nan": ("return float('nan')", "expected finite numbers"),
-    "raises": ("return example['answer']", "TypeError"),
-    "hangs": ("while True: pass", "took longer than 1 s"),
-    "exits": ("import os; os._exit(3)", "ended its process"),
-}
-
-
-@pytest.mark.parametrize("fault", others_slow(REWARDS, "raises"))
-def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) -> None:
-    body, words = REWARDS[fault]
-    name = f"preflight_{fault}"
+def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch) -> None:
+    name, body = "preflight_raises", "return example['answer']"
     (tmp_path / f"{name}.py").write_text(f"def score(example, completion):\n    {body}\n")
-    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    write_prompts(tmp_path / "prompts.jsonl")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     environment = {
@@ -200,7 +166,7 @@ def test_a_reward_that_gives_no_number_is_refused(tmp_path, monkeypatch, fault) 
         "pass_environment": ["PYTHONPATH"],
     }
     config = debug(tmp_path / "runs", f"environment={json.dumps(environment)}")
-    with pytest.raises(MarinRLError, match=words):
+    with pytest.raises(MarinRLError, match="TypeError"):
         before_engines(config, "rl-loop")
 
 
@@ -209,8 +175,7 @@ def test_rows_that_changed_between_two_starts_are_refused(tmp_path: Path, key: s
     """A run without the record, from before there was one, goes on and records what it finds."""
     files = {name: tmp_path / f"{name}.jsonl" for name in ("environment", "evaluation.sets.test")}
     for file in files.values():
-        rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_prompts(file)
     chat = {name: {"name": "chat", "options": {"path": str(f)}} for name, f in files.items()}
     config = debug(
         tmp_path / "runs",
@@ -280,8 +245,7 @@ def never(example, completion):
 )
 def test_a_reward_may_abstain(tmp_path, caplog, monkeypatch, function, notice):
     (tmp_path / "abstaining.py").write_text(ABSTAINING)
-    rows = [{"prompt": f"{n}+0=", "answer": str(n)} for n in range(20)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    write_prompts(tmp_path / "prompts.jsonl")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     options = {"path": str(tmp_path / "prompts.jsonl"), "reward": f"abstaining:{function}"}
@@ -295,32 +259,13 @@ def test_a_reward_may_abstain(tmp_path, caplog, monkeypatch, function, notice):
     assert notice is None or re.search(notice, verdict)
 
 
-LLAMA = {
-    "model_type": "llama", "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("settings", "files", "words"),
-    [
-        ({}, {}, "holds no safetensors"),
-        ({"model_type": "mamba2"}, {"model.safetensors": ""}, "'mamba2' is not supported"),
-        ({"hidden_act": "mish"}, {"model.safetensors": ""}, "hidden_act mish is not supported"),
-        (
-            {},
-            {"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'},
-            "names one.safetensors, which is not in",
-        ),
-    ],
-)
-def test_a_model_folder_that_cannot_be_loaded_is_refused(tmp_path, settings, files, words) -> None:
+def test_a_model_folder_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    for name, text in {"config.json": json.dumps(LLAMA | settings), **files}.items():
-        (folder / name).write_text(text)
+    (folder / "config.json").write_text('{"model_type": "mamba2"}')
+    (folder / "model.safetensors").write_text("")
     policy = f"policy={{context_length: 64, init: hf, hf_path: {folder}}}"
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match="'mamba2' is not supported"):
         before_engines(debug(tmp_path / "runs", policy), "rl-loop")
 
 
@@ -412,7 +357,6 @@ def test_a_row_that_would_be_learned_otherwise_is_named_before_any_work(tmp_path
         (TWO_ENDS, (), "set policy.end_tokens to the list"),
         (CHATML, ("policy.end_tokens=[<|eot|>]",), "'<|eot|>' is no token"),
         (CHATML, ("policy.chat_template_options={enable_thinking: false}",), "it reads none"),
-        (CHATML, ("policy.chat_template_options={date: 2026-01-31}",), "it reads none"),
         (CHATML, ("environment.chat_template_options={a: 1}",), "environment.chat_template_opti"),
         (
             GEMMA.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% break %}{% endfor %}"),

@@ -161,9 +161,7 @@ def test_no_retry_while_another_works_on_and_the_end_reaches_it(group: list[Proc
     never.set()
 
 
-def test_a_process_that_ends_a_call_later_is_missed(
-    group: list[Processes], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_process_that_ends_a_call_later_is_missed(group, monkeypatch):
     monkeypatch.setattr(processes, "FINISH_S", 0.2)
     first, other = group
     never = threading.Event()

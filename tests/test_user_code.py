@@ -12,7 +12,7 @@ from marin_rl.config import load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.user_code import allow, load, offer, parse_spec, pin
+from marin_rl.user_code import load, parse_spec, pin
 
 # Names of modules of ours and of the standard library, as files next to the user's own.
 TRAPS = ("tasks", "flows", "schemas", "types", "errors", "marin_rl", "json")
@@ -95,23 +95,6 @@ def test_a_changed_file_is_another_module(folder: Path) -> None:
     assert load(second, "reward")(None, "") == 2.0
     with pytest.raises(AttributeError):  # what was read first is what runs
         load(first, "reward")(None, "")
-
-
-def test_a_copy_runs_only_where_it_is_allowed() -> None:
-    source = b"def score():\n    return 'a copy ran'\n"
-    digest = sha256(source).hexdigest()
-    offer(digest, lambda: source, "runs/theirs/code/x.py", allowed=False)
-    with pytest.raises(InputError, match=r"code/x\.py is code of a run that is not yours"):
-        load(f"x.py:score#{digest}", "reward")
-    allow(f"x.py:score#{digest}")
-    assert load(f"x.py:score#{digest}", "reward")() == "a copy ran"
-
-
-def test_an_altered_copy_is_refused() -> None:
-    digest = sha256(b"promised").hexdigest()
-    offer(digest, lambda: b"altered", "runs/a/code/x.py", allowed=True)
-    with pytest.raises(InputError, match=r"runs/a/code/x\.py: expected SHA-256"):
-        load(f"x.py:score#{digest}", "reward")
 
 
 def test_unknown_code_is_refused() -> None:

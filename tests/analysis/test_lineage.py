@@ -241,13 +241,3 @@ def test_the_commands_print_and_end_as_they_should(root: Path, tmp_path: Path) -
     assert (ancestor["run_id"], ancestor["through_round"]) == ("run", 2)
     planned = CliRunner().invoke(app, ["run", str(root / "other"), "--dry-run"])
     assert "Plan of other" in planned.output
-
-
-def test_fsck_fails_and_names_the_file(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "run", tmp_path / "run")
-    path = tmp_path / "run/rollouts/round-00001/shard-0001.parquet"
-    path.write_bytes(path.read_bytes()[:-3])
-    broken = invoke(tmp_path, "fsck", "run")
-    assert broken.exit_code == 1
-    assert f"truncated: {path}" in broken.output
-    assert "NOT WHOLE" in broken.output

@@ -294,7 +294,7 @@ def _peak_megabytes() -> float:
     return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
 
-def _invoke(root: Path, forgery: str, name: str) -> dict[str, Any]:
+def invoke(root: Path, forgery: str, name: str) -> dict[str, Any]:
     """One command in this process, as `marin-rl` would end it."""
     from typer.testing import CliRunner
 
@@ -323,7 +323,7 @@ def main(origin: str, folder: str, commands: str, *names: str) -> None:
         root = Path(folder, f"root-{number}")
         forged(Path(origin), root, name)
         for command in commands.split(","):
-            sys.stdout.write(json.dumps(_invoke(root, name, command)) + "\n")
+            sys.stdout.write(json.dumps(invoke(root, name, command)) + "\n")
             sys.stdout.flush()
         shutil.rmtree(root)
 

@@ -31,30 +31,22 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 DEEP = b"[" * 100_000
 
-
 HOSTILE_YAML = {
     "bomb": (BOMB, "values, those of aliases included"),
-    "bomb below": (f"a: {{b: {{{BOMB.strip()}}}}}".replace("\n", ", "), "aliases included"),
     "comment": ("#" + "x" * 60_000_000, "expected at most 1048576 bytes, found 60000001"),
     "wide": ("a: [" + "1," * 30_000 + "]", "expected at most 20000 values"),
     "lists": ("[" * 100_000, "at most 64 levels"),
-    "mappings": ("{a: " * 3_000, "at most 64 levels"),
     "dashes": ("- " * 100_000, "at most 64 levels"),
     "half a character": ('root: "runs-\\ud800"', r"without NUL, found '\\ud800'"),
     "nul": ('environment: {options: {path: "a\\0b"}}', r"without NUL, found '\\x00'"),
     "itself": ("&x [*x]", r"the alias \*x stands inside of what it stands for"),
-    "itself below": ("environment: {name: echo, options: &e {a: *e}}", r"the alias \*e stands"),
     "binary": ("run_id: !!binary aGVsbG8=", "the tag 'tag:yaml.org,2002:binary' is not read"),
-    "set": ("environment: !!set {a, b}", "the tag .*set' is not read"),
     "python": ("run_id: !!python/object:os.system x", "the tag .* is not read"),
     "twice": ("rounds: 8\nseed: 1\nrounds: 99", "the key 'rounds' is there twice, first in line 1"),
-    "twice, quoted": ("training: {a: 1, 'a': 2}", "the key 'a' is there twice"),
     "merges": ("a: {<<: {b: 1}, <<: {b: 2}}", "the key '<<' is there twice"),
     "base 60": ("rounds: 1:30", "1:30 is in base 60 in YAML 1.1"),
-    "fraction": ("training: {learning_rate: 1:30.5}", "a finite decimal number, found 1:30.5"),
     "octal": ("rounds: 010", "010 is octal in YAML 1.1: write the decimal number, or quotes"),
     "infinite": ("training: {learning_rate: .inf}", "a finite decimal number, found .inf"),
-    "no number": ("training: {learning_rate: .NaN}", "a finite decimal number, found .NaN"),
     "digits": ("rounds: " + "9" * 5_000, "expected an integer, found 9{40}…"),
     "a switch as key": ("environment: {options: {yes: 1}}", "expected a text as key"),
     "a list as key": ("? [a]\n: 1", "expected a text as key"),
@@ -108,15 +100,12 @@ def test_mappings_have_values_of_json_alone(tree: dict[str, Any]) -> None:
 
 HOSTILE_JSON = {
     "deep list": (DEEP, "at most 200 levels"),
-    "deep object": (b'{"a":' * 3_000, "at most 200 levels"),
     "a name twice": (b'{"a": 1, "b": {"c": 1, "c": 2}}', "found 'c' twice"),
     "an endless integer": (b'{"a": ' + b"9" * 4_400 + b"}", "4300 digits"),
     "a number beyond float64": (b'{"a": 1e400}', "expected a finite number, found 1e400"),
     "not a number": (b'{"a": NaN}', "expected a finite number, found NaN"),
-    "infinity": (b'{"a": -Infinity}', "expected a finite number"),
     "half a character": (b'{"a": "\\ud800"}', "surrogates not allowed"),
     "no UTF-8": (b'{"a": "\xff"}', "can't decode"),
-    "UTF-16": ('{"a": 1}'.encode("utf-16"), "can't decode"),
     "byte order mark": ('\ufeff{"a": 1}'.encode(), "a byte order mark, found one"),
     "a part": (b'{"a": ', "Expecting value"),
     "nothing": (b"", "Expecting value"),

@@ -87,8 +87,10 @@ def test_a_lock_of_another_kind_is_neither_emptied_nor_waited_for(root: Path, ki
         assert str(path) in {fault.place for fault in check_run(str(root), "run").faults}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics/round-00000.parquet"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("metrics.jsonl", kind) for kind in KINDS), ("metrics/round-00000.parquet", "pipe")],
+)
 def test_metrics_of_another_kind_are_refused(root: Path, name: str, kind: str) -> None:
     (root / "run" / name).unlink()
     KINDS[kind](root / "run" / name)
@@ -111,9 +113,13 @@ def test_the_picture_replaces_what_lies_in_its_place(root: Path, kind: str) -> N
     check_kept(root)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "key", ["run.json", *(f"rollouts/round-00000/{name}" for name in ("manifest.json", SHARD))]
+    ("key", "kind"),
+    [
+        *((f"rollouts/round-00000/{SHARD}", kind) for kind in KINDS),
+        ("rollouts/round-00000/manifest.json", "pipe"),
+        ("run.json", "link to a file"),
+    ],
 )
 def test_an_object_of_another_kind_is_a_fault(root: Path, key: str, kind: str) -> None:
     (root / "run" / key).unlink()

@@ -286,13 +286,6 @@ def test_token_whitening_of_a_round_of_equal_rewards_is_zero_and_needs_the_token
         round_advantages(equal, group, 2, choice)
 
 
-def test_pass_at_k_of_a_round_is_that_of_its_groups() -> None:
-    found = advantages("pass_at_k", pass_k=2, success_threshold=3.0)
-    alone = [pass_at_k(REWARD[group == GROUP], 2, 3.0) for group in (0, 1)]
-    assert_allclose(found, np.concatenate(alone))
-    assert (found != 0).any()
-
-
 def test_only_group_baselines_are_blind_to_a_group_of_equal_rewards() -> None:
     within = [
         AdvantageChoice(estimator=name).within_groups for name in (*WITHIN_GROUPS, "pass_at_k")

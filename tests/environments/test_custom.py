@@ -13,12 +13,11 @@ from marin_rl.environments.episode import StepResult
 from marin_rl.environments.registry import foreign_code
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.types import Message, RewardComponent, Turn
+from marin_rl.types import RewardComponent, Turn
 
 PAGE = (Path(__file__).parents[2] / "docs/your-environment.md").read_text(encoding="utf-8")
 NAMES = r"envs\.py|counting\.yaml|guess\.py|further down in guess\.py"
 BLOCKS = dict(re.findall(rf"```\w+\n# ({NAMES})\n(.*?)```", PAGE, re.DOTALL))
-RACE = BLOCKS["guess.py"] + BLOCKS["further down in guess.py"]
 OTHERS = """
 from pydantic import BaseModel
 from marin_rl.config import EnvironmentConfig
@@ -189,31 +188,3 @@ def test_the_episodes_of_the_docs_answer_guesses(tmp_path: Path) -> None:
     assert answers[-1].reward == pytest.approx(0.8)
     lost = asyncio.run(played([0] * 6))[-1]
     assert (lost.done, lost.reward) == (True, 0.0)
-
-
-def test_the_members_of_the_docs_are_compared_by_their_dialogues(tmp_path: Path) -> None:
-    (tmp_path / "guess.py").write_text(RACE)
-    config = settings(tmp_path, "environment={name: guess.py:Race}")
-    environment = environment_of(config)
-    example = environment.example(5, 2, "train")
-    answer = example.answer or ""
-
-    async def played(guesses: list[str]) -> list[Message]:
-        episode, messages = environment.episode(example), []
-        for guess in guesses:
-            result = await episode.step(Turn(role="assistant", content=guess))
-            messages += [Message(role="assistant", content=guess), *result.messages]
-        return messages[: len(messages) - len(result.messages)]
-
-    tried = [["0", answer], ["0", "9", answer], ["9", answer], ["0"] * 6]
-    dialogues = [asyncio.run(played(guesses)) for guesses in tried]
-    completions = [guesses[-1] for guesses in tried]
-    scorer = Scorer(environment, config.environment)
-    try:
-        scores = asyncio.run(scorer.score(example, completions, (), dialogues))
-        assert asyncio.run(scorer.scores_groups())
-        alone = asyncio.run(scorer.score(example, [answer]))
-    finally:
-        scorer.close()
-    won = [[(part.name, part.value) for part in score] for score in [*scores, *alone]]
-    assert won == [[("won", value)] for value in (1.0, 0.0, 1.0, 0.0, 1.0)]

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,6 @@ class Talking:
     async def close(self):
         pass
 """
-
-Play = Callable[[EpisodePool, Example], Coroutine[Any, Any, Any]]
 
 
 @pytest.fixture(scope="module")

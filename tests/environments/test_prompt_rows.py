@@ -244,26 +244,10 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
             "message 0, call 0: expected a call",
         ),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, {}, "message 0: expected a message"),
-        ({"messages": [USER, {**CALLS, "tool_calls": 5}]}, {}, "message 1: expected a message"),
-        (
-            {"messages": [USER, {**CALLS, "tool_calls": [{"function": None}]}]},
-            {},
-            "message 1, call 0: expected a call",
-        ),
-        (
-            {"messages": [USER, CALLS, {**RESULT, "tool_call_id": [1]}, REPLY]},
-            {},
-            "message 2 is the result of a tool without a call",
-        ),
         (
             {"messages": [USER, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             {},
             "message 1, call 0: '{' is not JSON",
-        ),
-        (
-            {"messages": [USER, RESULT, REPLY]},
-            {},
-            "message 1 is the result of a tool without a call",
         ),
         (
             {"messages": [USER, CALLS, {**RESULT, "tool_call_id": "other"}, REPLY]},
@@ -276,7 +260,6 @@ def test_tools_are_said_to_be_no_part_of_the_prompt(tmp_path: Path) -> None:
             "message 1 has reasoning_content",
         ),
         ({"messages": [USER, {**REPLY, "weight": -0.5}]}, {}, "message 1: expected train true or"),
-        ({"messages": [USER, {**REPLY, "train": 0.5}]}, {}, "message 1: expected train true or"),
         (
             {"messages": [USER, {**REPLY, "weight": "1"}]},
             {},

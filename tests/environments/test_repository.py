@@ -19,7 +19,7 @@ from support.scripted_policies import call, record, tool_run
 from marin_rl.config import EnvironmentConfig
 from marin_rl.environments.registry import construct
 from marin_rl.environments.repository import SAMPLE, Repository
-from marin_rl.environments.repository_checkouts import files_of_tests, names_in, restore
+from marin_rl.environments.repository_checkouts import files_of_tests, names_in
 from marin_rl.errors import ConfigError, InputError
 from marin_rl.isolated.scratch import ScratchFolder, bytes_under, sweep
 from marin_rl.rollouts.replay import replay_rollouts
@@ -147,18 +147,6 @@ def test_a_setup_has_the_time_of_a_step():
     config = EnvironmentConfig(name="repository", options=options, reward_timeout_s=900)
     with pytest.raises(ConfigError, match=r"setup_timeout_s: 1000 s, .* at least 1001"):
         construct(config)
-
-
-def test_files_are_restored_inside_of_the_tree_alone(tmp_path: Path):
-    outside, tree = tmp_path / "outside", tmp_path / "tree"
-    outside.mkdir()
-    (outside / "kept.py").write_text("kept")
-    tree.mkdir()
-    (tree / "tests").symlink_to(outside)
-    (tree / "linked.py").symlink_to(outside / "kept.py")
-    restore(tree, {"tests/kept.py": b"new", "linked.py": b"new", "tests/gone.py": None})
-    assert [place.read_text() for place in outside.iterdir()] == ["kept"]
-    assert (tree / "tests/kept.py").read_text() == (tree / "linked.py").read_text() == "new"
 
 
 def test_tests_that_hang_end_by_their_limit():

@@ -173,9 +173,7 @@ def test_the_letter_of_an_answer(text: str, letter: str | None) -> None:
     ("chat-code", "    return 2 * n", 0),
     ("chat-code", "```python\nnot Python\n```", 0),
 ])  # fmt: skip
-def test_humaneval_runs_the_assertions(
-    tmp_path: Path, prompt: str, completion: str, right: int
-) -> None:
+def test_humaneval_runs_the_assertions(tmp_path, prompt, completion, right):
     file = written(tmp_path / "HumanEval.jsonl", HUMAN)
     made = suite("humaneval", file, prompt=prompt, sandbox="bubblewrap", program_timeout_s=2)
     assert scores(made, completion) == {"correct": right}
@@ -198,9 +196,7 @@ def test_humaneval_as_it_is_published() -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("other", ROWS)
-def test_rows_of_another_suite_are_refused_by_line_and_columns(
-    tmp_path: Path, name: str, other: str
-) -> None:
+def test_rows_of_another_suite_are_refused_by_line_and_columns(tmp_path, name, other):
     if name == other:
         return
     file = written(tmp_path / "rows.jsonl", ROWS[name], ROWS[other])

@@ -55,7 +55,6 @@ open("out", "w").write(answer["content"])
 # Texts of a model that was never trained have one of these soon, so that turns end.
 STOPS = ["a", "e", "i", "o", "u", "n", "r", "s", "t", "l", "d", "m"]
 
-
 PROGRAMS: dict[str, Any] = {
     "command": ["{python}", "agent.py"],
     "check": ["{python}", "-c", "import sys; sys.exit(len(open('out').read()) % 2)"],
@@ -108,9 +107,7 @@ def test_a_run_of_agents_survives_kills(forked_runs: ForkedRuns, tmp_path: Path)
     check_kills(forked_runs, config, alone)
 
 
-def test_programs_that_are_killed_cost_their_rollouts_alone(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_programs_that_are_killed_cost_their_rollouts_alone(forked_runs, tmp_path):
     choices, config, ended = (
         random.Random(printed_seed()),
         agents(tmp_path, f"rounds={KILLS}"),
@@ -160,9 +157,7 @@ def harness(url: str, ended: threading.Event) -> None:
                 end(session, reward=len(said) % 2)
 
 
-def test_sessions_elsewhere_survive_kills_of_their_run(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_sessions_elsewhere_survive_kills_of_their_run(forked_runs, tmp_path):
     ended = threading.Event()
     config, alone = (
         agents(tmp_path / name, sessions=sessions_folder(tmp_path)) for name in ("killed", "alone")
@@ -181,9 +176,7 @@ def test_sessions_elsewhere_survive_kills_of_their_run(
                 thread.join()
 
 
-def test_an_engine_that_is_killed_and_started_again_costs_nothing(
-    forked_runs: ForkedRuns, tmp_path: Path
-) -> None:
+def test_an_engine_that_is_killed_and_started_again_costs_nothing(forked_runs, tmp_path):
     config, alone = (
         agents(tmp_path / name, f"rounds={KILLS}", *REMOTE) for name in ("killed", "alone")
     )

@@ -67,8 +67,6 @@ ALONE = 10**6  # apart: a group is one fault
 ONE_BY_ONE = bool(os.environ.get("MARIN_RL_ALL_FAULTS"))
 pytestmark = pytest.mark.slow
 ALL_S_MAX = 1800 if "MARIN_RL_FAULT_GROUPS" in os.environ else 24 * 3600
-
-
 Case = tuple[str, str]  # the kind of a fault, and the name of what it befalls
 Suffer = Callable[[Sequence[Case]], tuple[Config, Sequence[str]]]
 

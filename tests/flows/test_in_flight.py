@@ -20,7 +20,6 @@ from support.vllm_stand_in import VllmStandIn
 from flows.rl_loop import start
 from marin_rl.analysis.lineage import trace
 from marin_rl.config import Config
-from marin_rl.errors import StalePolicy
 from marin_rl.inference.client import fleet_watch
 from marin_rl.inference.client.fleet_sources import board_of
 from marin_rl.inference.engine import Engine
@@ -96,22 +95,20 @@ def checkpoint(run: Run, version: int) -> SlotRef:
 
 def sampled_over(
     run: Run,
-    runtime: "RunRuntime | Unproven",
+    runtime: RunRuntime,
     policy: ServedPolicy,
     chunk: int,
     version: int,
     engines: Sequence[Engine] = (),
     before_others: Callable[[], None] = lambda: None,
-    is_loaded: Callable[[], bool] | None = None,
 ) -> list[RolloutGroup]:
     """The groups of a chunk whose completions are under way when a checkpoint is served.
 
     `engines` are those that sample, by default the run's own. They rest in the middle of
-    completions until the first of them has the checkpoint, or `is_loaded` says so; then that goes
-    on, and after a call of `before_others` the others do.
+    completions until the first of them has the checkpoint; then that goes on, and after a call of
+    `before_others` the others do.
     """
     if not engines:
-        assert isinstance(runtime, RunRuntime)
         engines = [embedded_server(runtime).engine]
     failed, before = list[BaseException](), tokens_of(engines)
 
@@ -130,7 +127,7 @@ def sampled_over(
     for engine in engines:
         engine.pause()
     threads[1].start()
-    wait_until(is_loaded or (lambda: engines[0].policy.weight_version == version))
+    wait_until(lambda: engines[0].policy.weight_version == version)
     engines[0].resume()
     before_others()
     for engine in engines[1:]:
@@ -328,14 +325,3 @@ def test_a_window_is_sampled_by_a_vllm_that_is_sent_each_checkpoint(api, tmp_pat
     for group in groups:
         for rollout in group.rollouts:
             assert_logprobs(rollout, models)
-
-
-class Unproven:
-    """A runtime whose proof of new weights must fail."""
-
-    def __init__(self, runtime: RunRuntime) -> None:
-        self._runtime = runtime
-
-    def serve(self, ref: SlotRef) -> None:
-        with pytest.raises(StalePolicy, match="does not sample from"):
-            self._runtime.serve(ref)

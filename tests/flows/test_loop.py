@@ -25,7 +25,7 @@ from marin_rl.cli import app
 from marin_rl.config import Config
 from marin_rl.doctor.stages import RL
 from marin_rl.doctor.start import finished
-from marin_rl.errors import ConfigError, ObjectMissing, RunLocked
+from marin_rl.errors import ObjectMissing, RunLocked
 from marin_rl.planning import plan
 from marin_rl.progress import ProgressEvent, listening
 from marin_rl.storage.run_progress import progress
@@ -190,11 +190,6 @@ def test_playing_a_complete_run_again_changes_nothing(played: Played) -> None:
 def after() -> None:
     """Task whose run the server records after everything this process sent before."""
     task(lambda: None, task_run_name="last", name="last")()
-
-
-def test_another_content_is_refused_by_key(played: Played) -> None:
-    with pytest.raises(ConfigError, match=r"training\.learning_rate: 0\.001 -> 0\.002"):
-        start(debug(Path(played.config.root), "training.learning_rate=2e-3"))
 
 
 def test_a_second_flow_on_the_same_run_is_refused(played: Played) -> None:

@@ -35,8 +35,6 @@ start(parse_config(json.loads(sys.argv[1])))
 """
 
 SLOTS = {"reward_model": reward_model_slot, "preference": preference_slot}
-
-
 TIMEOUT_S = 240
 
 

@@ -43,12 +43,6 @@ from tasks.generate import generate
 from tasks.options import STAGE, StageRunner, open_run
 
 ROUNDS = 2
-WINDOW = (
-    "policy.init=random",
-    "rollouts.shards_per_round=1",  # so that a flow run samples the groups of a round
-    "asynchrony.max_staleness=2",
-    "asynchrony.sampler=windowed",
-)
 
 pytestmark = pytest.mark.timeout(3000)
 

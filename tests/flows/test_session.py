@@ -10,7 +10,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause
 from prefect.states import Suspended
 from support.flow_runs import REPOSITORY, debug
-from support.run_factories import whole_run
 
 from flows.evaluate import evaluate_run
 from flows.session import open_session, pause_if_suspended, resolve_config, resume_point
@@ -20,7 +19,6 @@ from marin_rl.errors import ConfigError, ObjectMissing
 from marin_rl.storage.commits import commit_manifest, fingerprint, new_attempt, new_manifest
 from marin_rl.storage.runs import Run, checkpoint_slot, runs_under
 from marin_rl.storage.tables.metrics import write_round_metrics
-from marin_rl.storage.upkeep.forks import fork_run
 
 
 @pytest.fixture
@@ -135,9 +133,3 @@ def test_a_mistyped_name_is_an_error_and_begins_no_run(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match=r"no run 'spel' under .* found there: spell"):
         asyncio.run(evaluate_run.fn(config, run_id="spel", overrides=overrides))
     assert runs_under(str(tmp_path)) == ["spell"]
-
-
-def test_a_shared_checkpoint_of_a_fork_is_refused_before_anything_is_served(tmp_path: Path) -> None:
-    fork = fork_run(whole_run(str(tmp_path), 2), 2, "fork")
-    with pytest.raises(ConfigError, match="marin-rl evaluate run --round 1"):
-        asyncio.run(evaluate_run.fn(fork.config.model_dump(mode="json"), round=1))

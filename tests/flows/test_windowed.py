@@ -80,8 +80,6 @@ def test_all_after_the_rollouts_is_played_again_to_the_same_bits(undisturbed, tm
 
 
 PIECES = ("asynchrony.partial_tokens=4", "sampling.max_tokens=24", "inference.engine.chunk_steps=1")
-
-
 PACKS = "asynchrony.limits.commit_every_s=0.05"
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from inference.engines import (
@@ -22,9 +23,9 @@ from support.cases import others_slow, printed_seed
 from support.models import tiny_model, tiny_spec
 
 from marin_rl.compilation import CACHE_VARIABLE
+from marin_rl.config import EngineConfig
 from marin_rl.inference import batch_invariance
 from marin_rl.inference.batch_invariance import (
-    UNPROVEN,
     Invariance,
     Prover,
     Shapes,
@@ -32,10 +33,11 @@ from marin_rl.inference.batch_invariance import (
     random_weights,
     recorded_proofs,
 )
-from marin_rl.inference.execution_plan import fall_back
+from marin_rl.inference.execution_plan import ExecutionPlan, fall_back, first_plan
 from marin_rl.inference.kv_cache import BLOCK_MIN, SHARE, times_cached
 from marin_rl.inference.programs import decode_chunk
 from marin_rl.inference.runner import Runner
+from marin_rl.inference.weights import read_model
 from marin_rl.models.spec import Spec
 
 pytestmark = pytest.mark.bits
@@ -153,8 +155,21 @@ def test_without_a_folder_the_process_remembers(records, monkeypatch, where):
     assert recorded_proofs() == []
 
 
-def test_an_accelerator_names_what_it_does_not_prove_and_promises_no_more(engine, caplog):
-    plan = replace(engine.plan, whole=True, prefix_cache=True, invariance=UNPROVEN)
+@pytest.fixture(scope="module")
+def unproven() -> ExecutionPlan:
+    """A plan that would keep the caches of dialogues, and of which nothing is proven."""
+    config, dtype = EngineConfig(prefix_cache=True), jnp.dtype(jnp.float32)
+    spec, weights = read_model(tiny_model())
+    return first_plan(spec, weights, config, context_length=64, dtype=dtype, on_mesh=False)
+
+
+def test_without_the_proof_turns_are_prefilled_from_their_start(unproven, caplog):
+    assert not fall_back(replace(unproven, invariance=ALL)).keeps_prefixes
+    assert "every turn of a dialogue is prefilled from its start" in caplog.text
+
+
+def test_an_accelerator_names_what_it_does_not_prove_and_promises_no_more(unproven, caplog):
+    plan = replace(unproven, whole=True)
     assert fall_back(plan) == plan  # as fast as where it is proven
     assert (plan.keeps_prefixes, plan.whole_pieces) == (True, True)
     (said,) = [record.getMessage() for record in caplog.records]

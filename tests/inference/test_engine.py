@@ -59,7 +59,7 @@ def test_bitwise_the_same_alone_and_under_any_load(engine, model):
     rng = random.Random(printed_seed())
     requests = random_requests(rng, 16)
     alone = [bits(result_of(engine, request)) for request in requests]
-    for _ in range(3):
+    for _ in range(2):
         for index, result in results_under_load(engine, requests, rng):
             assert bits(result) == alone[index], index
 

@@ -246,8 +246,5 @@ def test_settings_that_do_not_go_together_are_refused(tree, expected):
         ({"endpoints": "file:/a"}, True),
     ],
 )
-def test_endpoints_that_come_and_go_are_a_fleet_and_a_plain_list_is_none(
-    keys: dict[str, object],
-    expected: bool,  # noqa: FBT001
-) -> None:
+def test_endpoints_that_come_and_go_are_a_fleet_and_a_plain_list_is_none(keys, expected):
     assert InferenceConfig.model_validate(keys).has_fleet is expected

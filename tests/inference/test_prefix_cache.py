@@ -233,18 +233,6 @@ def test_without_the_key_nothing_is_kept(engine):
     assert added(engine, before) == (19 + 33, 0)
 
 
-def test_without_the_proof_turns_are_prefilled_from_their_start(model, monkeypatch, caplog):
-    monkeypatch.setattr(
-        "marin_rl.inference.batch_invariance.Prover._continued_alike", lambda *_: False
-    )
-    monkeypatch.setattr("marin_rl.inference.batch_invariance._known", {})
-    monkeypatch.setattr("marin_rl.inference.batch_invariance.programs_folder", lambda: None)
-    with closing(engine_of(model, slots=SLOTS, prefix_cache=True)) as engine:
-        assert not engine.plan.keeps_prefixes
-        assert [result.cached_tokens for result in dialogue(engine, turns=2)] == [0, 0]
-        assert "every turn of a dialogue is prefilled from its start" in caplog.text
-
-
 def test_pieces_fill_steps_in_the_order_of_positions():
     prompts = [
         Extension(2, 5, np.arange(7, dtype=np.int32)),

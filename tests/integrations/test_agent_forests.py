@@ -272,9 +272,7 @@ SLOW = pytest.param(range(8, 500), marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("seeds", [range(8), SLOW])
-def test_every_call_is_trained_once_in_the_context_that_its_agent_drew(
-    tmp_path: Path, seeds: Sequence[int]
-) -> None:
+def test_every_call_is_trained_once_in_the_context_that_its_agent_drew(tmp_path, seeds):
     config = configured(tmp_path, "", settings={"turns_max": 4 * CALLS_MAX})
     policy = Says(config)
     environment, groups = drawn_groups(config, seeds, policy, served())

@@ -137,9 +137,7 @@ def test_a_stream_of_messages_adds_up_to_the_whole(tmp_path: Path, kind: str) ->
         ("messages", []),
     ],
 )
-def test_an_unreadable_request_is_an_error_in_the_shape_of_its_api(
-    tmp_path: Path, path: str, request_body: Any
-) -> None:
+def test_an_unreadable_request_is_an_error_in_the_shape_of_its_api(tmp_path, path, request_body):
     async def body(opened: Session, client: httpx.AsyncClient) -> None:
         refused = await client.post(f"/v1/{path}", json=request_body)
         assert refused.status_code == 400
@@ -180,9 +178,7 @@ def test_a_body_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> N
     assert sent < 256
 
 
-def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_gateway, "KEEP_ALIVE_S", 0.05)
 
     async def body(opened: Session, client: httpx.AsyncClient) -> None:
@@ -204,9 +200,7 @@ def test_a_client_that_gave_up_and_asks_again_joins_its_first_call(
     run(tmp_path, None, body)
 
 
-def test_an_answer_that_its_client_did_not_take_is_given_to_the_next_attempt(
-    tmp_path: Path,
-) -> None:
+def test_an_answer_that_its_client_did_not_take_is_given_to_the_next_attempt(tmp_path):
     async def body(opened: Session, client: httpx.AsyncClient) -> None:
         asked = {"messages": QUESTION}
         with pytest.raises(httpx.ReadTimeout):
@@ -226,9 +220,7 @@ def test_an_answer_that_its_client_did_not_take_is_given_to_the_next_attempt(
     run(tmp_path, None, body)
 
 
-def test_a_stream_is_kept_alive_and_ends_with_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_kept_alive_and_ends_with_its_session(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_gateway, "KEEP_ALIVE_S", 0.05)
 
     async def body(opened: Session, client: httpx.AsyncClient) -> None:

@@ -26,8 +26,6 @@ from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message
 
 COOKIE = "StatefulCounterResourcesServer"
-
-
 START_S = 10
 
 

@@ -110,7 +110,6 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 serve_env(max_workers=1, address=sys.argv[1], config=config)
 """
 
-
 # Speaks ZMQ and msgpack, as another version of verifiers would.
 OTHER_SERVER = """
 import sys

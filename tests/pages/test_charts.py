@@ -4,23 +4,11 @@ import pytest
 
 from marin_rl.pages.charts import CURVE_POINTS_MAX, make_charts, plans
 from marin_rl.pages.records import Chart
-from marin_rl.rollouts.estimates import Estimate, estimate_of_groups, wilson
+from marin_rl.rollouts.estimates import Estimate, estimate_of_groups
 
 
 def charts_of(rows: list[dict[str, float | None]]) -> dict[str, Chart]:
     return {chart.key: chart for chart in make_charts(rows, {}, {}, {})[0]}
-
-
-def test_an_interval_is_by_groups_not_by_rollouts() -> None:
-    apart = estimate_of_groups([[1.0, 0.0]] * 40)
-    alike = estimate_of_groups([[1.0, 1.0], [0.0, 0.0], []] * 20)
-    assert apart is not None
-    assert alike is not None
-    assert (apart.value, alike.value) == (0.5, 0.5)
-    # Of 40 groups that are alike within, each is one draw; the others are at least one a rollout.
-    assert (alike.low, alike.high) == pytest.approx(wilson(0.5, 40))
-    low, high = wilson(0.5, 80)
-    assert low - 1e-3 < apart.low < apart.high < high + 1e-3
 
 
 def test_groups_of_different_sizes_weigh_by_their_size() -> None:
@@ -28,17 +16,6 @@ def test_groups_of_different_sizes_weigh_by_their_size() -> None:
     assert spread is not None
     assert spread.value == 0.75
     assert 0 < spread.low < 0.75 < spread.high < 1
-
-
-def test_no_reward_no_spread_and_a_width_for_one_group_and_for_equal_rewards() -> None:
-    assert estimate_of_groups([[], []]) is None
-    spread = estimate_of_groups([[0.0, 1.0]])
-    assert spread is not None
-    assert spread.low < 0.2 < spread.value == 0.5 < 0.8 < spread.high
-    nothing = estimate_of_groups([[0.0] * 8] * 16)
-    assert nothing is not None
-    assert (nothing.low, nothing.value) == (0.0, 0.0)
-    assert nothing.high == pytest.approx(0.1936, abs=1e-4)  # Wilson's of 0 in 16
 
 
 def test_charts_without_data_are_named_and_gaps_are_left_out() -> None:

@@ -28,8 +28,6 @@ training: {{microbatch_sequences: {count}}}
 evaluation: {{every_rounds: 10, examples: 1}}
 """
 TOLERANCE = 0.15
-
-
 PADDED = "length_buckets: [96]"
 PACKED = "packing: shared_prompt, row_tokens: 256"
 

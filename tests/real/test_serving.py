@@ -151,9 +151,7 @@ def write_suites(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not os.environ.get(LM_EVAL), reason=f"{LM_EVAL} names no Python with lm-eval")
-def test_lm_eval_at_the_server_gives_the_scores_of_evaluate(
-    real_model: Path, tmp_path: Path
-) -> None:
+def test_lm_eval_at_the_server_gives_the_scores_of_evaluate(real_model, tmp_path):
     write_suites(tmp_path)
     with served(real_model) as (url, _, _):
         found = evaluate_target(

@@ -105,7 +105,6 @@ class Pull(BaseEnvironment):
         return FinishedRollout(messages=messages, reward=reward, truncated=n == 3)
 """
 
-
 REFUSED = {
     "nan": "message 1: expected finite logprobs",
     "reward": "expected a finite reward, found inf",

@@ -21,7 +21,7 @@ from marin_rl.analysis.verify import verify_run
 from marin_rl.batching.build import build_round
 from marin_rl.config import Config, load_config
 from marin_rl.environments.checks import environment_of
-from marin_rl.errors import CommitConflict, InputError, MarinRLError
+from marin_rl.errors import InputError, MarinRLError
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatRequest
 from marin_rl.progress import ProgressEvent
@@ -247,13 +247,6 @@ def test_one_process_goes_on_with_a_part_and_the_other_appends_no_more(run: Run)
     assert not second.go_on(group_id, part), "it leaves the group to the other"
     assert first.go_on(group_id, part)
     assert len(chains_of(run).read([group_id])[group_id]) == 3
-
-
-def test_a_part_of_other_settings_is_refused(run: Run) -> None:
-    with pytest.raises(Interrupted):
-        sampled(run, ScriptedClient(pieces_max=1))
-    with pytest.raises(CommitConflict, match="sampled with other settings"):
-        chains_of(run, fingerprint="e").read([group_id_of(0)])
 
 
 def test_parts_are_checked_by_fsck_and_go_with_their_group(run: Run) -> None:

@@ -123,7 +123,7 @@ def check_same(rollouts: Mapping[str, Rollout], expected: Mapping[str, Rollout])
         assert turns == others
 
 
-@pytest.mark.parametrize("pieces_max", others_slow([1, 2, 3, 5, 8, 13], 2))
+@pytest.mark.parametrize("pieces_max", others_slow([1, 2, 3, 5, 8, 13], 5))
 def test_dialogues_that_are_interrupted_end_as_undisturbed_ones(tmp_path, pieces_max):
     whole = Run.create_or_open(settings(tmp_path / "whole"))
     expected = played(whole, ScriptedClient(), Talks(), pieces=False)

@@ -193,17 +193,10 @@ def test_names_that_are_refused(server, adapters, name, message):
 def broken(folder: Path, kind: str) -> None:
     """Damage the copy of an adapter, or change it as one may who can write below the root."""
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    data = file.read_bytes()
-    if kind == "truncated":
-        file.write_bytes(data[: len(data) // 2])
-    elif kind == "header":
-        file.write_bytes(struct.pack("<Q", 2**40) + data[8:])
-    elif kind == "nan":
-        file.write_bytes(data[:-4] + struct.pack("<f", float("nan")))
+    if kind == "nan":
+        file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", float("nan")))
     elif kind == "missing":
         file.unlink()
-    elif kind == "nested":
-        config.write_text("[" * 100_000)
     else:
         secret = folder.parents[1] / f"{kind}-secret"
         secret.write_text('{"peft_type": "TOP-SECRET"}')
@@ -215,11 +208,8 @@ def broken(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("truncated", "cannot read"),
-        ("header", "header too large"),
         ("nan", "not finite"),
         ("missing", "no adapter at"),
-        ("nested", "expected at most 200 levels"),
         ("link-settings", "adapter_config.json is a link that leads out of"),
         ("link-weights", "adapter_model.safetensors is a link that leads out of"),
     ],

@@ -138,38 +138,18 @@ def other_template(folder: Path) -> None:
     file.write_text(file.read_text() + " ")
 
 
-def missing_shard(folder: Path) -> None:
-    weight_map = {"model.norm.weight": "model-00002-of-00002.safetensors"}
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
-
-
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (shutil.rmtree, "no tokenizer folder"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
     "torn weights": (lambda f: truncate(f / "model.safetensors"), "cannot read"),
-    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot read"),
-    "a missing shard": (missing_shard, "download the missing ones"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "config.json"),
-    "torn configuration": (lambda f: truncate(f / "config.json"), "config.json"),
     "another width": (lambda f: edit_config(f, intermediate_size=80), "another architecture"),
-    "another family": (
-        lambda f: edit_config(f, model_type="bert"),
-        "model_type 'bert' is not supported",
-    ),
-    "words for numbers": (lambda f: edit_config(f, hidden_size="many"), ""),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
-    "torn tokenizer": (lambda f: truncate(f / "tokenizer.json"), "cannot load"),
     "another tokenizer": (other_order, "expected the tokenizer that is served"),
     "another template": (other_template, "expected the chat template that is served"),
 }
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize(
-    "damage", others_slow(DAMAGED, "torn weights", "another width", "another tokenizer")
-)
+@pytest.mark.parametrize("damage", others_slow(DAMAGED, "another width", "another tokenizer"))
 def test_a_folder_that_is_unfit_is_refused(server, run, tmp_path, damage):
     folder = tmp_path / "model"
     save_hf(weights(run, 2), character_tokenizer(), folder)
@@ -189,16 +169,15 @@ def spoiled(run: Run, value: float) -> LanguageModel:
 
 
 @pytest.mark.usefixtures("unchanged")
-@pytest.mark.parametrize("value", others_slow([np.inf, np.nan, -np.inf], first=1))
-def test_weights_that_are_no_numbers_are_refused(server, run, tmp_path, value):
+def test_weights_that_are_no_numbers_are_refused(server, run, tmp_path):
     save_hf(weights(run, 2), character_tokenizer(), tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     arrays = load_file(file)
-    arrays["model.norm.weight"][3] = value
+    arrays["model.norm.weight"][3] = np.inf
     save_file(arrays, file)
     status, code, message = refused(server, {"model_path": str(tmp_path / "model")})
     assert (status, code) == (400, "weights_refused")
-    assert f"that are not finite, the first at [3]: {value}" in message
+    assert "that are not finite, the first at [3]: inf" in message
 
 
 @pytest.mark.usefixtures("unchanged")
@@ -240,13 +219,9 @@ def each_part(damage: Callable[[Path], object]) -> Callable[[Run], object]:
 
 CHECKPOINTS: dict[str, tuple[Callable[[Run], object], str]] = {
     "a torn file": (each_part(truncate), "was damaged after it was committed"),
-    "a flipped bit": (each_part(flip), "was damaged after it was committed"),
     "a missing file": (each_part(Path.unlink), "does not exist"),
-    "an empty file": (each_part(lambda f: f.write_bytes(b"")), "was damaged after"),
-    "the last file": (lambda run: truncate(parts(run, 2)[-1]), "was damaged after"),
     "a torn manifest": (lambda run: truncate(manifest(run)), "manifest"),
     "no manifest": (lambda run: manifest(run).unlink(), "no checkpoint of round 2"),
-    "no folder": (lambda run: shutil.rmtree(manifest(run).parent), "no checkpoint of round 2"),
     "no run": (lambda run: shutil.rmtree(manifest(run).parents[2]), "no run 'debug'"),
 }
 

@@ -26,8 +26,6 @@ from marin_rl.serving.text.constraints import (
 from marin_rl.tokenizers import character_tokenizer
 
 STEPS_MAX = 4000
-
-
 BYTE_LEVEL = trained_byte_tokenizer()
 CHARACTERS = character_tokenizer()
 

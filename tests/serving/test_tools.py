@@ -209,7 +209,6 @@ PUBLISHED = [
         "So.",
         [("weather", {"city": "a</tool_call>"})],
     ),
-    (PAIRS, "<tool_call>not a call</tool_call>", ..., []),
     (PAIRS, "<tool_call>time\n<arg_key>a</arg_key></tool_call>", ..., []),
     (
         DEEPSEEK,
@@ -227,7 +226,6 @@ PUBLISHED = [
         OSLO,
     ),
     (DEEPSEEK, deepseek("[calls▁begin][call▁begin]time[sep]{x}[call▁end][calls▁end]"), ..., []),
-    (DEEPSEEK, deepseek("[calls▁begin]time[calls▁end]"), ..., []),
     *(
         (
             LFM2,
@@ -269,7 +267,6 @@ READ = [
     (HERMES, "Hello  there ", "Hello  there ", []),
     (HERMES, "", "", []),
     (HERMES, f"<tool_call>\n{ONE}\n</tool_call>", None, [("weather", CITY)]),
-    (HERMES, f"\n\n<tool_call>{ONE}</tool_call>\n", None, [("weather", CITY)]),
     (
         HERMES,
         f"Let me see. \n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>\n{TWO}\n</tool_call>",
@@ -278,7 +275,6 @@ READ = [
     ),
     (HERMES, f"a <tool_call>{ONE}</tool_call> b ", "a b", [("weather", CITY)]),
     (HERMES, "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
-    (HERMES, "x \n<tool_call>[1]</tool_call> y", "x \n<tool_call>[1]</tool_call> y", []),
     (HERMES, f"x <tool_call>{ONE}", f"x <tool_call>{ONE}", []),
     (HERMES, "x <tool_", "x <tool_", []),
     (HERMES, "<<tool_call", "<<tool_call", []),
@@ -289,9 +285,6 @@ READ = [
         [("time", {})],
     ),
     (HERMES, '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>', ..., []),
-    (HERMES, '<tool_call>{"name": "x", "arguments": "{}"}</tool_call>', ..., []),
-    (HERMES, '<tool_call>{"name": 3, "arguments": {}}</tool_call>', ..., []),
-    (HERMES, '<tool_call>{"name": "x", "arguments": {"a": 1e999}}</tool_call>', ..., []),
     (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', ..., []),
     (HERMES, f"<tool_call>{THREE}</tool_call> b", " b", [("weather", MARKED)]),
     (HERMES, f"<tool_call>{THREE};{TWO}</tool_call>", None, [("weather", MARKED), ("time", {})]),
@@ -300,13 +293,6 @@ READ = [
         f'a <tool_call>{{"x</tool_call> <tool_call>{THREE}</tool_call>',
         'a <tool_call>{"x</tool_call>',
         [("weather", MARKED)],
-    ),
-    (HERMES, '<tool_call>{"x</tool_call> b <tool_call> c', ..., []),
-    (
-        HERMES,
-        '<tool_call>["</tool_call> <tool_call>{}</tool_call>',
-        '<tool_call>["</tool_call> <tool_call>{}</tool_call>',
-        [],
     ),
     (HERMES, "<tool_call>" + "[" * 50_000 + "</tool_call>", ..., []),
     (TAGS, f"<tool_call>\n{FIVE}\n</tool_call>", None, [("weather", VALUES)]),
@@ -323,19 +309,11 @@ READ = [
         None,
         [("weather", {**VALUES, "far": '{"k": None}'})],
     ),
-    (TAGS, f"<tool_call>{ONE}</tool_call> and", ..., []),
     (TAGS, f"<tool_call>{FIVE}", ..., []),
     (TAGS, "<tool_call><function=time><parameter=a>\n1\n</function></tool_call>", ..., []),
     (TAGS, "<tool_call><function=time>text</function></tool_call>", ..., []),
-    (
-        TAGS,
-        f"<tool_call>x</tool_call>\n<tool_call>\n{tagged_text('time', {})}\n</tool_call>",
-        "<tool_call>x</tool_call>",
-        [("time", {})],
-    ),
     (LLAMA, "It is sunny.", "It is sunny.", []),
     (LLAMA, call_text("weather", CITY, "parameters"), None, [("weather", CITY)]),
-    (LLAMA, "\n" + call_text("weather", CITY, "parameters") + " ", None, [("weather", CITY)]),
     (
         LLAMA,
         f"{call_text('weather', CITY, 'parameters')}; {call_text('time', {}, 'parameters')}",
@@ -344,15 +322,12 @@ READ = [
     ),
     (LLAMA, '{"answer": 42}', ..., []),
     (LLAMA, call_text("unknown", {}, "parameters"), ..., []),
-    (LLAMA, call_text("weather", {}, "parameters") + " and more", ..., []),
     (LLAMA, "Sure: " + call_text("weather", CITY, "parameters"), ..., []),
     (LIST, "Hello", "Hello", []),
     (LIST, f"[TOOL_CALLS] [{ONE}, {TWO}]", None, [("weather", CITY), ("time", {})]),
     (LIST, f"Yes: [TOOL_CALLS][{TWO}]\n", "Yes:", [("time", {})]),
     (LIST, f"[TOOL_CALLS] {ONE}", ..., []),
-    (LIST, f"[TOOL_CALLS] [{ONE}] and more", ..., []),
     (LIST, f"[TOOL_CALLS] [{ONE}, 3]", ..., []),
-    (LIST, "[TOOL_CALLS] []", ..., []),
 ]
 
 
@@ -549,16 +524,3 @@ def test_tools_too_large_to_force_are_refused():
     tools = [{"type": "function", "function": {"name": "f", "parameters": wide}}]
     with pytest.raises(ApiError, match="expected forms of at most 262144 characters"):
         forced(HERMES, tools)
-
-
-def test_integers_of_any_size_reach_the_prompt():
-    TOKENIZER.chat_template = QWEN
-    huge = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 10**30}}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": huge}}]
-    told = CALLING[1]["tool_calls"][0] | {
-        "function": {"name": "f", "arguments": json.dumps({"n": -(10**40)})}
-    }
-    messages = [CALLING[0], CALLING[1] | {"tool_calls": [told]}]
-    text = ChatPrompts(TOKENIZER).text(messages, tools=tools)
-    assert json.dumps(tools[0], ensure_ascii=False) in text
-    assert str(-(10**40)) in text

@@ -10,7 +10,6 @@ from support.run_factories import commit_round, configuration, group
 
 from marin_rl.batching.build import build_round
 from marin_rl.errors import CorruptObject, ObjectMissing
-from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run
 from marin_rl.storage.stores.filesystem import open_store
 from marin_rl.storage.tables.batches import BatchWriter, StepRows, read_batches, read_dispositions
@@ -34,19 +33,6 @@ def test_batches_on_every_backend(root: tuple[str, dict[str, Any]]) -> None:
     table = read_dispositions(run, 0)
     assert table.schema.equals(DISPOSITIONS)
     assert table["disposition"].to_pylist() == ["consumed"] * 3 + ["filtered"] * 2
-
-
-def test_the_manifest_names_every_part_with_its_digest(tmp_path: Path) -> None:
-    run, ref = _built(str(tmp_path))
-    manifest = manifest_of(run.store, ref)
-    assert [part.rows for part in manifest.parts] == [3, 5]
-    assert {f"{manifest.slot}/{part.name}" for part in manifest.parts} == {
-        key for key in run.store.list("batches") if key.endswith(".parquet")
-    }
-    assert all(manifest.attempt in part.name and len(part.sha256) == 64 for part in manifest.parts)
-    assert manifest.parents[0].slot == "rollouts/round-00000"
-    assert manifest.extra["reasons"] == {"filtered/zero_signal": 2}
-    assert manifest.totals["rows"] == 3
 
 
 def test_parts_are_closed_when_they_are_full(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from support.processes import joined_processes
 from marin_rl import processes
 from marin_rl.config import Config
 from marin_rl.errors import (
-    CommitConflict,
     CorruptObject,
     MarinRLError,
     ObjectMissing,
@@ -40,7 +39,7 @@ from marin_rl.storage.array_files import (
     within,
 )
 from marin_rl.storage.checkpoints import commit_checkpoint, dealt, restore_checkpoint
-from marin_rl.storage.commits import manifest_of, read_manifest
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import Run, checkpoint_slot, committed_checkpoint
 from marin_rl.training.model import digest_of
 from marin_rl.types import SlotRef
@@ -138,22 +137,6 @@ def test_damage_is_detected_on_every_backend_and_names_the_file(run):
         restore_checkpoint(run, ref, tree())
 
 
-def test_the_first_of_two_attempts_wins_and_both_leave_their_own_files(local_run):
-    first, second = commit(local_run), commit(local_run, seed=1)
-    assert second == first
-    assert second.reused
-    assert_equal(restore_checkpoint(local_run, second, tree()), tree())
-
-
-def test_another_content_or_another_parent_is_a_conflict(local_run):
-    first = commit(local_run)
-    with pytest.raises(CommitConflict):
-        commit(local_run, content={"seed": 1})
-    commit(local_run, round=1, parents=(first,))
-    with pytest.raises(CommitConflict):
-        commit(local_run, round=1)
-
-
 def test_a_checkpoint_of_another_model_names_the_array(local_run):
     ref = commit(local_run)
     other = tree() | {"parameters": {"a/weight": np.zeros((5, 8), np.float32)}}
@@ -167,18 +150,6 @@ def test_a_reference_to_another_manifest_is_refused(local_run):
         restore_checkpoint(local_run, SlotRef(slot=ref.slot, sha256="0" * 64), tree())
     with pytest.raises(ObjectMissing, match="not committed"):
         restore_checkpoint(local_run, SlotRef(slot="checkpoints/round-00009", sha256=""), tree())
-
-
-def test_a_folder_that_cannot_be_written_says_so_and_commits_nothing(local_run):
-    slot = checkpoint_slot(0)
-    path = local_run.store.local_path(slot)
-    path.parent.mkdir(parents=True)
-    path.write_text("in the way")
-    with pytest.raises(StorageError, match="cannot write"):
-        commit(local_run)
-    path.unlink()
-    assert read_manifest(local_run.store, slot) is None
-    commit(local_run)
 
 
 def test_a_file_system_that_syncs_no_folders_is_good_enough(local_run, monkeypatch):

@@ -327,12 +327,6 @@ def test_a_folder_without_permission_is_no_root(kept: Path) -> None:
     assert open_store(str(kept)).list() == ["slot/kept"]
 
 
-def test_a_file_in_the_way_is_no_root(tmp_path: Path) -> None:
-    (tmp_path / "runs").write_text("not a folder")
-    with pytest.raises(RootUnfit, match="a file is in the way of a folder"):
-        probe(open_store(str(tmp_path / "runs")))
-
-
 # --- buckets -----------------------------------------------------------------------------------
 
 

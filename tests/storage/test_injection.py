@@ -17,8 +17,6 @@ from marin_rl.storage.stores import filesystem
 from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store, probe
 
 CREATED, EXISTS, UNKNOWN = PutOutcome.CREATED, PutOutcome.EXISTS, PutOutcome.UNKNOWN
-
-
 Opened = Callable[[str], ObjectStore]
 
 
@@ -44,13 +42,7 @@ def faulty(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
         ("delay", CREATED, True),
     ],
 )
-def test_a_create_suffers(
-    faulty: Opened,
-    kind: str,
-    outcome: PutOutcome,
-    there: bool,  # noqa: FBT001
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_create_suffers(faulty, kind, outcome, there, monkeypatch):
     slept: list[float] = []
     clock = SimpleNamespace(sleep=slept.append)  # of that module alone: other threads sleep too
     monkeypatch.setattr("support.fault_injection.time", clock)

@@ -27,7 +27,7 @@ from support.run_factories import (
     rollout,
 )
 
-from marin_rl.errors import CommitConflict, CorruptObject, InputError, NewerSchema, ObjectMissing
+from marin_rl.errors import CorruptObject, InputError, NewerSchema, ObjectMissing
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.stores.filesystem import MemoryStore
 from marin_rl.storage.tables.parquet import PARTS_MAX, fetches_at_once
@@ -281,19 +281,6 @@ def test_commit_seal_and_read_on_every_backend(root: tuple[str, dict[str, Any]])
     assert _same(tuple(found), (*groups[0], *groups[1]))
     rewards = [table["reward"].to_pylist() for table in iter_row_groups(run, manifest, ["reward"])]
     assert rewards == [[0.0, 1.0], [2.0, None]]
-
-
-def test_the_second_attempt_adopts_the_first_and_another_fingerprint_conflicts(tmp_path):
-    run = _run(tmp_path)
-    groups = [group("g", [0.0, 1.0])]
-    first = commit_shard(run, 0, 0, groups, FINGERPRINT, policy())
-    second = commit_shard(run, 0, 0, groups, FINGERPRINT, policy())
-    assert second == first
-    assert second.reused
-    with pytest.raises(CommitConflict, match=r"shard-0000.*f{64}"):
-        shard_ref(run, 0, 0, "e" * 64)
-    with pytest.raises(CommitConflict, match=r"shard-0000"):
-        commit_shard(run, 0, 0, groups, "e" * 64, policy())
 
 
 def test_a_round_is_sealed_with_all_its_shards_or_not_at_all(tmp_path: Path) -> None:

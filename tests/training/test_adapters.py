@@ -332,23 +332,6 @@ def test_settings_that_contradict_themselves_are_refused(debug, settings, messag
         debug(*settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (("policy.lora.rank=17",), r"is 17: expected 1 to 16"),
-        (("policy.lora.rank=4", "policy.lora.modules=qkv"), "no linear layer matches 'qkv'"),
-        (("policy.lora.init_from=/nowhere",), "no adapter at /nowhere"),
-    ],
-)
-def test_settings_that_the_base_cannot_have_are_refused_before_work(
-    debug, tokenizer, settings, message
-):
-    run = Run.create_or_open(debug("policy.model.layers=1", *settings))
-    with pytest.raises(InputError, match=message):
-        Trainer(run, tokenizer)
-    assert committed(run, base_slot()) is None
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", others_slow(["own", "shared"], "shared"))
 def test_a_critic_is_a_second_adapter_or_a_head_on_the_same_base(debug, tokenizer, trunk):

@@ -27,7 +27,6 @@ from marin_rl.training.step_types import Reference, StepSettings, step_arrays
 PAGE = Path(__file__).parents[2] / "docs/training-backend.md"
 OBJECTIVE = ObjectiveConfig(kl_coefficient=0.1, aggregation="token_mean")
 
-
 # One layer: what a backend does with a step depends on no more, and its programs compile sooner.
 LAYER = "policy.model.layers=1"
 

@@ -31,8 +31,6 @@ from marin_rl.training.step_types import TrainState
 
 # r_chosen - r_rejected - margin, and what -log sigmoid of it is, to ten digits.
 KNOWN = ((0.0, 0.6931471806), (1.0, 0.3132616875), (-2.0, 2.1269280110), (40.0, 0.0))
-
-
 POLICY = tiny_policy(layers=1)
 
 

@@ -56,7 +56,6 @@ VECTORS = {
     },
 }
 
-
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [2.0, 4.0],

@@ -66,9 +66,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("training.optimizer=adamw_8bit", "policy.lora.rank=16", "policy.model.hidden_size=256"),
     ],
 )
-def test_a_round_of_another_optimizer_done_again_gives_the_same_bits(
-    tmp_path: Path, other: tuple[str, ...]
-) -> None:
+def test_a_round_of_another_optimizer_done_again_gives_the_same_bits(tmp_path, other):
     further = *other, "checkpoints.optimizer_every_rounds=2"
     run = Run.create_or_open(small_config(tmp_path, *SETTINGS, *further))
     play_two_rounds(run)

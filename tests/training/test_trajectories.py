@@ -187,8 +187,14 @@ def test_means_over_rollouts_count_a_rollout_once() -> None:
         assert float(entropy) == pytest.approx(-LOGPROBS.sum() / 2)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+@pytest.mark.parametrize(
+    ("level", "aggregation"),
+    [
+        ("token", "sequence_mean_token_mean"),
+        ("sequence", "token_mean"),
+        ("sequence_mean", "sequence_mean_token_mean"),
+    ],
+)
 def test_on_policy_a_cut_rollout_has_the_gradient_of_an_uncut_one(level, aggregation):
     """A ratio by sequence is that of a segment: on policy their gradients add up to the same."""
     chosen = ObjectiveConfig(surrogate="ppo_clip", ratio_level=level, aggregation=aggregation)
