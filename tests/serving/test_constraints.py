@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -202,11 +201,9 @@ def nested(depth: int) -> dict[str, Any]:
 def test_a_schema_too_large_is_refused_before_it_is_compiled():
     wide = {"enum": ["x" * 100 for _ in range(1000)]}
     many = {"type": "object", "properties": {str(index): {} for index in range(5000)}}
-    started = time.thread_time()
     assert "at most 65536 bytes" in refused(wide)
     assert "at most 4000 values" in refused(many)
     assert f"at most {SCHEMA_DEPTH_MAX} levels" in refused(nested(20_000))
-    assert time.thread_time() - started < 10
     assert constraints_of(CHARACTERS).json_schema(nested(SCHEMA_DEPTH_MAX - 3), param="s")
 
 
