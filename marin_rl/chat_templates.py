@@ -183,16 +183,12 @@ class ChatTemplate:
         """
         calling = any("tool_calls" in m for each in conversations for m in each.messages)
         if calling and not self.is_built_in:
-            form = self._call_form()
+            key = self.source, _as_json(self._special_tokens)
+            if key not in _call_forms:
+                _call_forms[key] = next(filter(self._writes, _CALL_FORMS), _CALL_FORMS[0])
+            form = _call_forms[key]
             conversations = [form.of(conversation) for conversation in conversations]
         return self._rendered(conversations, spans=spans)
-
-    def _call_form(self) -> _CallForm:
-        """The first form of calls that the template writes, or else the common one."""
-        key = self.source, _as_json(self._special_tokens)
-        if key not in _call_forms:
-            _call_forms[key] = next(filter(self._writes, _CALL_FORMS), _CALL_FORMS[0])
-        return _call_forms[key]
 
     def _writes(self, form: _CallForm) -> bool:
         try:

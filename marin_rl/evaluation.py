@@ -22,7 +22,7 @@ from marin_rl.config import (
     pin_files,
 )
 from marin_rl.environments.registry import EnvironmentPart, construct
-from marin_rl.environments.suite_formats import prompt_of
+from marin_rl.environments.suites import prompt_of
 from marin_rl.errors import ConfigError
 from marin_rl.inference.client.dialects import TextDialect
 from marin_rl.inference.client.policy_client import PolicyClient

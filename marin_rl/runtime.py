@@ -153,7 +153,7 @@ class RunRuntime:
 
         settings = self._run.config.distillation
         if settings is not None and settings.endpoint is not None:
-            from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
+            from marin_rl.rollouts.teaching import EndpointTeacher
 
             teacher: Teacher = EndpointTeacher(self._run.config)
         else:

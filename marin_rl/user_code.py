@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from importlib.metadata import entry_points, packages_distributions, version
+from importlib.metadata import (
+    PackageNotFoundError,
+    distribution,
+    entry_points,
+    packages_distributions,
+    version,
+)
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -349,6 +355,11 @@ def record_of(spec: CodeSpec) -> dict[str, str]:
         found = None
     if found is not None and found.origin is not None and Path(found.origin).is_file():
         record["sha256"] = sha256(Path(found.origin).read_bytes()).hexdigest()
-    for distribution in packages_distributions().get(spec.module.partition(".")[0], [])[:1]:
-        record |= {"distribution": distribution, "version": version(distribution)}
+    package = spec.module.partition(".")[0]
+    try:  # most have the name of their package; reading the packages of all takes a second
+        names = [distribution(package).metadata["Name"]]
+    except PackageNotFoundError:
+        names = packages_distributions().get(package, [])
+    for name in names[:1]:
+        record |= {"distribution": name, "version": version(name)}
     return record

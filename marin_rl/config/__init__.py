@@ -7,6 +7,7 @@ loading.py reads YAML and the files of code, and no other file is read. Others i
 alone.
 """
 
+# ruff: noqa: F401 - what is imported here is there for others
 from marin_rl.config.asynchrony import (
     GROUP_FILTERS,
     AsynchronyConfig,
@@ -98,20 +99,3 @@ from marin_rl.config.training import (
     SFTConfig,
     TrainingConfig,
 )
-
-__all__ = [
-    "GROUP_FILTERS", "REGISTERED", "RUN_ID_PATTERN", "WITHDRAWN", "WITHDRAWN_CONTENT",
-    "AsynchronyConfig", "BatchingConfig", "CheckpointsConfig", "CodeName", "Config", "Count",
-    "CriticConfig", "DistillationConfig", "DistributedConfig", "DivergenceConfig", "EngineConfig",
-    "EntrySampling", "EnvironmentConfig", "EvaluationConfig", "FiltersConfig", "FlowConfig",
-    "InferenceConfig", "LearnedRewardConfig", "LoraConfig", "MeshConfig", "MixtureEntry",
-    "ModelConfig", "ModelFamily", "ObjectiveConfig", "OneOrMany", "Overrides", "PairTrainingConfig",
-    "PolicyConfig", "PreferenceConfig", "PreferenceLossConfig", "Recipe", "ReplayConfig",
-    "RetentionConfig", "RewardModelConfig", "RolloutsConfig", "SFTConfig", "SamplingConfig",
-    "Seconds", "Section", "ServerConfig", "TrackersConfig", "TrainingConfig", "as_overrides",
-    "closest", "code_in", "content_fields", "differences", "environments_in", "fingerprint_fields",
-    "free_keys", "is_runtime_only", "known_keys", "load_config", "of_older_version",
-    "omitted_if_none", "outward_keys", "override", "parse_config", "pin_code", "pin_files",
-    "place_files", "places_in", "places_named", "section_at", "section_of", "shipped_recipes",
-    "split_labels", "value_at", "whole_weights", "with_choices", "withdrawn_in", "without",
-]  # fmt: skip

@@ -147,13 +147,6 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> "ObjectiveConfig":
-        self._surrogate_goes_together()
-        self._rejection_goes_together()
-        self._advantage_goes_together()
-        self._kl_goes_together()
-        return self
-
-    def _surrogate_goes_together(self) -> None:
         level = RATIO_LEVELS.get(self.surrogate, self.ratio_level)
         if self.ratio_level != level:
             raise ValueError(
@@ -166,6 +159,10 @@ class ObjectiveConfig(Section):
             raise ValueError("loss_options are arguments of loss: found null there")
         if self.surrogate == "dro" and self.dro_beta is None:
             raise ValueError("surrogate dro needs dro_beta: found null; Tinker's is 0.05")
+        self._rejection_goes_together()
+        self._advantage_goes_together()
+        self._kl_goes_together()
+        return self
 
     def _rejection_goes_together(self) -> None:
         keys = ("rejection", "rejection_level", "rejection_high")

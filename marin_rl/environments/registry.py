@@ -150,11 +150,7 @@ def _described(name: str) -> EnvironmentEntry:
         state = "installed" if there else "not installed here; see options.python"
         needs.append(f"{made.package}: {state}")
     return EnvironmentEntry(
-        name,
-        plays,
-        "several" if several else "one",
-        "yes" if tools else "no",
-        ", ".join(needs),
+        name, plays, "several" if several else "one", "yes" if tools else "no", ", ".join(needs)
     )
 
 

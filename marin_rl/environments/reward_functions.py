@@ -363,9 +363,7 @@ class FunctionScored(Environment):
         return tuple(components)
 
 
-def _entries_of(
-    reward: str | Sequence[str | RewardEntry] | None,
-) -> tuple[RewardEntry, ...]:
+def _entries_of(reward: str | Sequence[str | RewardEntry] | None) -> tuple[RewardEntry, ...]:
     """Entries of the option `reward`. Raises ConfigError for none in a list, and equal names."""
     if reward is None:
         return ()

@@ -97,16 +97,11 @@ def fault_of(error: BaseException, where: str = "") -> RewardFault:
         words = str(error)
     except BaseException as another:  # noqa: BLE001 - it is other people's code too
         words = f"a text that cannot be read ({type(another).__name__})"
-    text = f"{prefix}{words}{_line_of(error)}"[:MESSAGE_CHARACTERS_MAX]
-    return kinds[0](text.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the line outside of this package that raised, if one did."""
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames or frames[-1].filename.startswith(_PACKAGE):
-        return ""
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    if frames and not frames[-1].filename.startswith(_PACKAGE):
+        words += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    text = f"{prefix}{words}"[:MESSAGE_CHARACTERS_MAX]
+    return kinds[0](text.encode(errors="backslashreplace").decode())  # a lone surrogate is no text
 
 
 class EnvironmentPool(Pool):
@@ -234,11 +229,7 @@ class Scorer:
             self._pool.close()
 
     def _score(
-        self,
-        example: Example,
-        completions: Sequence[str],
-        ids: CompletionIds,
-        dialogues: Dialogues,
+        self, example: Example, completions: Sequence[str], ids: CompletionIds, dialogues: Dialogues
     ) -> list[Score]:
         """Score in a worker: completion by completion, or in one call that has the time of all."""
         assert self._pool is not None, "others score where they are asked"

@@ -13,7 +13,7 @@ as many branches of one trace; atropos has nothing like it. Logprobs are in nats
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import orjson
@@ -21,6 +21,7 @@ import orjson
 from marin_rl.errors import InputError
 from marin_rl.inference.client.protocol import message_body
 from marin_rl.integrations import integration
+from marin_rl.plain_files import whole_or_absent
 from marin_rl.rollouts.assemble import UNTRAINED_LABEL, UNTRAINED_LOGPROB, Sample, samples_of
 from marin_rl.storage.run_progress import progress
 from marin_rl.storage.runs import Run
@@ -48,28 +49,17 @@ def export_rollouts(
         raise InputError(f"--format: expected one of {', '.join(FORMATS)}, found {name!r}")
     if target.exists():
         raise InputError(f"{target} exists, and is not overwritten: name another file")
-    partial = target.with_name(f".{target.name}.partial")
     chosen = [p.round for p in progress(run).values() if p.rollouts] if rounds is None else rounds
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with partial.open("wb") as file:
-            written = _write(run, FORMATS[name], chosen, file)
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-    return written
-
-
-def _write(run: Run, lines_of: "Lines", rounds: Sequence[int], file: BinaryIO) -> Exported:
     lines = left_out = 0
-    for round in rounds:
-        for table in iter_shards(run, round):
-            for group in groups_of(table):
-                whole = [r for r in group.rollouts if r.reward is not None and len(r.token_ids)]
-                left_out += len(group.rollouts) - len(whole)
-                for line in lines_of(run, round, group, whole):
-                    file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-                    lines += 1
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_or_absent(target) as partial, partial.open("wb") as file:
+        groups = ((r, g) for r in chosen for t in iter_shards(run, r) for g in groups_of(t))
+        for round, group in groups:
+            whole = [r for r in group.rollouts if r.reward is not None and len(r.token_ids)]
+            left_out += len(group.rollouts) - len(whole)
+            for line in FORMATS[name](run, round, group, whole):
+                file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+                lines += 1
     return Exported(lines=lines, left_out=left_out)
 
 

@@ -10,16 +10,11 @@ gymnasium: Any = import_module("gymnasium")
 SEED_PERIOD = 2**31
 
 
-def begin(options: dict[str, Any]) -> "Library":
-    """The environment that `id` names. Raises what gymnasium raises for one that it lacks."""
-    return Library(options["id"], options["kwargs"])
-
-
 class Library:
-    """Makes an environment per episode."""
+    """Makes an environment per episode. Raises what gymnasium raises for one that it lacks."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
-        self._name, self._kwargs = name, kwargs
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._name, self._kwargs = options["id"], options["kwargs"]
         environment = self._make()
         space = environment.action_space
         described = {"space": str(space), "kind": type(space).__name__}
@@ -33,6 +28,9 @@ class Library:
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
         return Episode(self._make(), seed % SEED_PERIOD)
+
+
+begin = Library
 
 
 class Episode:

@@ -6,17 +6,13 @@ from typing import Any
 textarena: Any = import_module("textarena")
 
 
-def begin(options: dict[str, Any]) -> "Library":
-    """The game that `id` names. Raises what TextArena raises for one that it lacks."""
-    return Library(options["id"], options["kwargs"], options["players"])
-
-
 class Library:
-    """Makes a game per episode."""
+    """Makes a game per episode. Raises what TextArena raises for one that it lacks."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any], players: int) -> None:
-        self._name, self._kwargs, self._players = name, kwargs, players
-        self._make().reset(num_players=players, seed=0)  # some need files that are downloaded
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._name, self._kwargs = options["id"], options["kwargs"]
+        self._players = options["players"]
+        self._make().reset(num_players=self._players, seed=0)  # some need downloaded files
         self.ready: dict[str, Any] = {}
 
     def _make(self) -> Any:
@@ -24,6 +20,9 @@ class Library:
 
     def episode(self, row: dict[str, Any], seed: int) -> "Episode":
         return Episode(self._make(), self._players, seed)
+
+
+begin = Library
 
 
 class Episode:

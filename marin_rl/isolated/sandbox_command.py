@@ -342,11 +342,7 @@ def seccomp_filter() -> bytes | None:
             program += [_op(_EQUAL, number, 0, 1), _refusal(errno.EPERM)]
     # Its flags lie in memory, out of a filter's reach; the C library falls back to clone.
     program += [_op(_EQUAL, _CLONE3[column], 0, 1), _refusal(errno.ENOSYS)]
-    namespaces = [
-        _op(_LOAD, _ARGUMENTS),
-        _op(_ANY_BIT, _NAMESPACES, 0, 1),
-        _refusal(errno.EPERM),
-    ]
+    namespaces = [_op(_LOAD, _ARGUMENTS), _op(_ANY_BIT, _NAMESPACES, 0, 1), _refusal(errno.EPERM)]
     families = [
         _op(_LOAD, _ARGUMENTS),
         *(_op(_EQUAL, each, len(_FAMILIES) - place, 0) for place, each in enumerate(_FAMILIES)),

@@ -68,11 +68,7 @@ def watch(
 
 
 def _until_end(  # noqa: C901 - one loop with four ways out
-    process_id: int,
-    ended: int,
-    output: dict[int, bytearray],
-    looks: "_Looks",
-    wall_s: float,
+    process_id: int, ended: int, output: dict[int, bytearray], looks: "_Looks", wall_s: float
 ) -> Limit | None:
     """Gather output until the process has ended; return the limit that it exceeded before."""
     poll, limits = select.poll(), looks.limits

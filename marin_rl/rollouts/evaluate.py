@@ -16,11 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from marin_rl.config import Config, EvaluationConfig, fingerprint_fields
-from marin_rl.environments.checks import (
-    check_seeds_apart,
-    entries_of,
-    environment_of,
-)
+from marin_rl.environments.checks import check_seeds_apart, entries_of, environment_of
 from marin_rl.environments.registry import (
     EnvironmentPart,
     construct,
@@ -40,13 +36,7 @@ from marin_rl.rollouts.generate import (
     sampling_fields,
 )
 from marin_rl.rollouts.trajectories import GroupRequest, last_completion
-from marin_rl.storage.commits import (
-    commit_slot,
-    find_commit,
-    fingerprint,
-    new_attempt,
-    parent_of,
-)
+from marin_rl.storage.commits import commit_slot, find_commit, fingerprint, new_attempt, parent_of
 from marin_rl.storage.runs import Run, evals_slot, round_name
 from marin_rl.storage.tables.parquet import put_part
 from marin_rl.storage.tables.rollouts import encode_shard
@@ -209,9 +199,7 @@ def requests_of(
 
 
 def evaluation_metrics(
-    groups: Sequence[RolloutGroup],
-    evaluation: EvaluationConfig,
-    extractors: Extractors,
+    groups: Sequence[RolloutGroup], evaluation: EvaluationConfig, extractors: Extractors
 ) -> dict[str, float]:
     """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
 

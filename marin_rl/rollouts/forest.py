@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from marin_rl.types import Rollout, Turn
+from marin_rl.types import Rollout
 
 REWRITTEN = "rewritten history"
 TOKENS = ("token_ids", "loss_mask")
@@ -89,13 +89,13 @@ def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> l
 
 def segments_of_rollout(rollout: Rollout) -> list[dict[str, Any]]:
     row = {name: getattr(rollout, name) for name in ("segment_lengths", *TOKENS)}
-    return segments_of(row, [*map(_plain, rollout.turns)])
-
-
-def _plain(turn: Turn) -> dict[str, Any]:
     names = ("role", "content", "start", "end", "inference_metadata")
-    calls = [{"name": call.name} for call in turn.tool_calls]
-    return {name: getattr(turn, name) for name in names} | {"tool_calls": calls}
+    turns = [
+        {name: getattr(turn, name) for name in names}
+        | {"tool_calls": [{"name": call.name} for call in turn.tool_calls]}
+        for turn in rollout.turns
+    ]
+    return segments_of(row, turns)
 
 
 def _reason(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from marin_rl.environments.base import Environment
 from marin_rl.environments.scoring import Scorer
 from marin_rl.errors import EnvironmentTimeout
 from marin_rl.progress import ProgressEvent, publish
@@ -139,7 +138,10 @@ class GroupSampler:
 
     async def sample(self, request: GroupRequest) -> RolloutGroup:
         """Complete a group: sample the members that are not finished yet."""
-        request = _limited(request, self.driver.environment)
+        environment, sampling = self.driver.environment, request.sampling
+        tokens = min(sampling.max_tokens, environment.new_tokens_max or sampling.max_tokens)
+        stop = (*sampling.stop, *environment.stop)
+        request = replace(request, sampling=replace(sampling, max_tokens=tokens, stop=stop))
         members = dict(self.finished.get(request.group_id, {}))
         missing = tuple(index for index in range(request.size) if index not in members)
         if missing:
@@ -148,13 +150,6 @@ class GroupSampler:
         group = request.group_of(tuple(members[index] for index in range(request.size)))
         self.count(group)
         return group
-
-
-def _limited(request: GroupRequest, environment: Environment) -> GroupRequest:
-    """The request with the stop strings and the limit of tokens that its environment has."""
-    own, most = request.sampling, environment.new_tokens_max or request.sampling.max_tokens
-    stop, tokens = (*own.stop, *environment.stop), min(own.max_tokens, most)
-    return replace(request, sampling=replace(own, max_tokens=tokens, stop=stop))
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from marin_rl.errors import (
     MarinRLError,
     StalePolicy,
 )
-from marin_rl.rollouts.endpoint_teacher import EndpointTeacher
+from marin_rl.rollouts.teaching import EndpointTeacher
 from marin_rl.runtime import RunRuntime
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.runs import Run

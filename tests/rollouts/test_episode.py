@@ -355,7 +355,7 @@ def test_only_episodes_ask_the_client_for_samples() -> None:
     }
     assert callers == {
         "marin_rl/integrations/textarena.py",  # moves of the other player, as texts
-        "marin_rl/rollouts/endpoint_teacher.py",
+        "marin_rl/rollouts/teaching.py",
         "marin_rl/rollouts/episode.py",
         "marin_rl/rollouts/partial.py",
         "marin_rl/rollouts/trial.py",

@@ -118,7 +118,6 @@ class PolicyProof(Proof):
     weights: Publisher | None = None
 
     async def admit(self, endpoint: EndpointAccess, *, first: bool) -> None:
-        served = model_ids(await endpoint.probe("/models"))
         if self.weights is not None:
             send, loaded = endpoint.send_as_admin, first
             if first:  # the trainer has seen it load them, but it may have been restarted since
@@ -129,7 +128,7 @@ class PolicyProof(Proof):
                     loaded = False
             if not loaded:
                 await self.weights.publish(send)
-            served = model_ids(await endpoint.probe("/models"))
+        served = model_ids(await endpoint.probe("/models"))
         if endpoint.model not in served:
             shown = ", ".join(sorted(served)) or "no model"
             raise StalePolicy(f"serves {shown:.200}, not {endpoint.model}")

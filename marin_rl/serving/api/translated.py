@@ -15,14 +15,7 @@ from pydantic_core import from_json
 from marin_rl.inference.client.protocol import MESSAGES_ROUTE, RESPONSES_ROUTE
 from marin_rl.inference.generation import Delta, GenerationResult, Sample
 from marin_rl.model_apis import messages, responses
-from marin_rl.model_apis.call import (
-    ItemApi,
-    ModelAnswer,
-    ModelCall,
-    Piece,
-    Reasoning,
-    server_sent,
-)
+from marin_rl.model_apis.call import ItemApi, ModelAnswer, ModelCall, Piece, Reasoning, server_sent
 from marin_rl.serving.api.completions import Chat
 from marin_rl.serving.api.dialect import dumps, tokens_of
 from marin_rl.serving.api.requests import ChatBody, CountTokensBody, MessagesBody, ResponsesBody

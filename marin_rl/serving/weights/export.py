@@ -141,9 +141,7 @@ def merge(base: Path, adapter: Path, output: Path, dtype: str = "float32") -> st
 def check_hub_name(name: str) -> None:
     """Raise ConfigError unless `name` may name a repository: NAME or USER/NAME."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import (
-        validate_repo_id,  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
-    )
+    from huggingface_hub.utils import validate_repo_id  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
 
     try:
         validate_repo_id(name)
