@@ -50,10 +50,7 @@ _pool = Pool(WorkerSpec(module="marin_rl.isolated.templates", limits=LIMITS), WO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and tools as templates expect them; `opening` ends with the assistant's opening.
-
-    `options` are values of other variables that the template reads.
-    """
+    """Messages and tools for templates; `opening` adds the assistant's, `options` are variables."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -149,10 +146,7 @@ class TemplateOwner(Protocol):
 
 
 class ChatTemplate:
-    """A chat template with its special tokens. May be used by several threads.
-
-    `pool` renders all but the built-in template; all share one unless another is given.
-    """
+    """A chat template with its special tokens, rendered in `pool`. Thread safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, Any], pool: Pool | None = None
@@ -176,11 +170,7 @@ class ChatTemplate:
     def render_all(
         self, conversations: Sequence[Conversation], *, spans: bool = False
     ) -> list[Rendering]:
-        """Render conversations, all of them by one worker.
-
-        `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
-        conversation, TemplateFault where it exceeds a limit or does what it must not.
-        """
+        """Renderings by one worker, with generation `spans`. TemplateRefusal, TemplateFault."""
         calling = any("tool_calls" in m for each in conversations for m in each.messages)
         if calling and not self.is_built_in:
             key = self.source, _as_json(self._special_tokens)
@@ -213,10 +203,7 @@ class ChatTemplate:
         return [Rendering(v["text"], [(start, end) for start, end in v["spans"]]) for v in values]
 
     def variables(self) -> frozenset[str]:
-        """Return the variables that the template reads and a conversation does not have anyway.
-
-        `strftime_now` is one of them where the template asks for the day. Raises TemplateFault.
-        """
+        """Variables that the template reads besides a conversation's. Raises TemplateFault."""
         if self.is_built_in:
             return frozenset()
         (answer,) = self._pool.ask([_as_json({"template": self.source})])
@@ -242,10 +229,7 @@ def reads_clock(tokenizer: TemplateOwner) -> bool:
 
 
 def check_options(tokenizer: TemplateOwner, options: Mapping[str, Any], key: str) -> None:
-    """Raise InputError for an option that the chat template does not read, naming those it does.
-
-    `key` is that of the configuration. Raises TemplateFault.
-    """
+    """InputError, with `key` and the known ones, for an option that the template does not read."""
     names = _variables_of(tokenizer)
     known = names - {CLOCK} | ({"date"} if CLOCK in names else set())
     if unknown := sorted(options.keys() - known):
@@ -261,11 +245,7 @@ def _variables_of(tokenizer: TemplateOwner) -> frozenset[str]:
 
 
 def with_options(source: str, options: Mapping[str, Any]) -> str:
-    """Return a template in which variables have these values where a conversation has no others.
-
-    `date` is the day that `strftime_now` gives. The values are part of the template, also where it
-    is exported to.
-    """
+    """A template with these values of variables; `date` is the day that strftime_now gives."""
     values = dict(options)
     if "date" in values:
         values[DATE] = values["date"]

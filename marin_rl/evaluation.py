@@ -106,10 +106,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes.
-
-    `suites` are the prompt and the files of each suite, with their SHA-256.
-    """
+    """Metrics, samples and Parquet rows of a target, and the prompt and files of `suites`."""
 
     model: str
     config: Config
@@ -183,10 +180,7 @@ def evaluation_config(
 def _suites_config(
     tree: dict[str, Any], request: EvaluationRequest, most: int
 ) -> tuple[Config, tuple[HeldOut, ...]]:
-    """The configuration of suites as named sets; each has its usual limit of at most `most` tokens.
-
-    Raises ConfigError, InputError for files of another shape.
-    """
+    """Configuration of suites as named sets with limits up to `most`. ConfigError, InputError."""
     sets = tree["evaluation"]["sets"] = dict[str, Any]()
     for item in request.suites:
         suite, _, prompt = item.partition(":")

@@ -261,10 +261,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 
 @cache
 def share_one_heap() -> bool:
-    """Let all threads allocate from one heap; True where that was done.
-
-    Threads that allocated before keep theirs, so this goes before any library that starts some.
-    """
+    """Let threads that start later allocate from one heap; True where that was done."""
     library = glibc()
     return library is not None and bool(library.mallopt(M_ARENA_MAX, 1))
 
@@ -410,10 +407,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(work: str, keys: Sequence[str], error: BaseException) -> OutOfMemory:
-    """Build the error of a failed allocation: bytes asked for, bytes there, settings to lower.
-
-    `keys` are settings that lower it, the mildest first.
-    """
+    """Error of a failed allocation; `keys` are settings that lower it, the mildest first."""
     asked = _ASKED.search(str(error))
     amount = ""
     if asked is not None:
@@ -439,10 +433,7 @@ def device_lost(work: str, error: BaseException) -> DeviceLost | None:
 
 @contextmanager
 def memory_errors(work: str, keys: Iterable[str]) -> Iterator[None]:
-    """Raise OutOfMemory in place of what XLA or Python raise where memory ends in the block.
-
-    DeviceLost where a card fails in it.
-    """
+    """Raise OutOfMemory or DeviceLost in place of XLA's and Python's errors in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

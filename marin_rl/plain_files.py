@@ -58,10 +58,7 @@ _KINDS = {
 
 
 def read_regular(path: Path, bytes_max: int | None = None) -> bytes:
-    """Return the bytes of a regular file.
-
-    Raises InputError for one of another kind or of more than `bytes_max` bytes, and OSError.
-    """
+    """Bytes of a regular file of at most `bytes_max` bytes. Raises InputError, OSError."""
     check_regular(path, path.stat(), bytes_max)
     # Opened without waiting, and looked at again: the name may lead to another file by now.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -104,10 +101,7 @@ def object_in(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise InputError for a folder in which something would be read that is no ordinary file.
-
-    Symbolic links count as what they lead to: the Hugging Face cache is made of them.
-    """
+    """InputError for a folder with anything but ordinary files, links followed."""
     for top in (folder, folder / _TEMPLATES):
         for count, path in enumerate(top.iterdir() if top.is_dir() else ()):
             if count >= ENTRIES_MAX:
@@ -192,10 +186,7 @@ Content = bytes | Link | None  # of a file; None: there is none
 
 @contextmanager
 def whole_or_absent(place: Path) -> Iterator[Path]:
-    """A hidden path beside `place`, for a file or a folder that takes its name when it is whole.
-
-    A reader sees what was there before, or all of the new. What fails leaves nothing.
-    """
+    """A hidden path beside `place`, which takes its name once whole; a failure leaves nothing."""
     partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:
         yield partial
@@ -206,11 +197,7 @@ def whole_or_absent(place: Path) -> Iterator[Path]:
 
 
 def plain_parts(name: str) -> tuple[str, ...]:
-    """Return the parts of a plain relative path.
-
-    Raises ValueError for an absolute path, one with `..`, `.` or an empty part, and for what no
-    file name can be.
-    """
+    """Parts of a plain relative path. ValueError for absolute ones, `..`, and unfit names."""
     parts = tuple(name.split("/"))
     if "\0" in name or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"expected a plain relative path without .., found {name!r:.200}")
@@ -293,11 +280,7 @@ def _read(top: Path, way: Sequence[str], *, last: bool) -> Content | Literal[Tru
 
 
 def write_at(top: Path, name: str, content: Content) -> None:
-    """Write a file or a link below `top`, or delete it, in place of what is there.
-
-    Raises ValueError for a name that is no plain path, IsADirectoryError where a folder is in its
-    place, OSError.
-    """
+    """Write or delete a file or link below `top`. ValueError, IsADirectoryError, OSError."""
     *folders, last = plain_parts(name)
     try:
         with folder_below(top, folders, make=content is not None) as folder:

@@ -82,10 +82,7 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of characters: a token per printable ASCII one, newline, role, padding and end.
-
-    103 ids, the special ones first; any other character becomes `<|unknown|>`.
-    """
+    """Tokenizer of 103 ids: printable ASCII, newline, roles, padding, end and unknown."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters_backend(),
         pad_token=PAD,
@@ -184,11 +181,7 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def trained_ends(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids after which nothing of a demonstration is trained on; none where the run names none.
-
-    Those are runs from before `policy.end_tokens`, and runs by the built-in template, which writes
-    nothing after an end.
-    """
+    """Ids after which nothing of a demonstration is trained on; none where the run names none."""
     return end_token_ids(tokenizer) if policy.end_tokens is not None else ()
 
 
@@ -296,10 +289,7 @@ def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def unlisted_end_ids(policy: PolicyConfig) -> tuple[int, ...]:
-    """Ids of `policy.end_tokens` that no file of the tokenizer lists: servers do not know them.
-
-    Raises InputError.
-    """
+    """Ids of `policy.end_tokens` that no file of the tokenizer lists. Raises InputError."""
     if policy.end_tokens is None:
         return ()
     listed = end_token_ids(tokenizer_for(policy.model_copy(update={"end_tokens": None})))
@@ -355,10 +345,7 @@ def any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
-    """Return the tokenizer's end token, then others that generation_config.json lists.
-
-    Raises InputError for a file that has no such list.
-    """
+    """The tokenizer's end token, then those of generation_config.json. Raises InputError."""
     file = Path(folder, "generation_config.json")
     if not folder or not file.is_file():
         return (end,)
@@ -370,10 +357,7 @@ def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
 
 
 def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
-    """The token that ends an answer by the policy's chat template; None where none does.
-
-    Raises InputError as `template_ends` does.
-    """
+    """The token that ends an answer by the policy's chat template, if any. Raises InputError."""
     if tokenizer_folder(policy) is None:
         return None  # its one end token ends everything
     return template_ends(tokenizer_for(policy)) or None

@@ -182,10 +182,7 @@ def parse_tool_calls(
     most: int | None = None,
     new_id: Callable[[], str] = new_call_id,
 ) -> ParsedAnswer:
-    """A whole completion's content and its calls, the first `most` of them.
-
-    `tools` are those that were offered (`parameters_of`); `new_id` makes the calls' ids.
-    """
+    """Content and the first `most` calls of a completion that was offered `tools`."""
     stream = ToolCallStream(form, tools, new_id)
     pieces = [*stream.feed(text), *stream.finish()]
     content = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -289,10 +286,7 @@ class ToolCallStream:
         return len(buffer) - length, False
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
-        """Emit the tool call, or plain text, up to its closing tag; return True if it is there.
-
-        A closing marker in a JSON string, or in the value of a parameter, is a part of that.
-        """
+        """Emit the call, or text, up to a closing tag outside of values; False without one."""
         opening, closing = self._form.opening, self._form.closing
         if not closing:
             return False
@@ -459,10 +453,7 @@ def _python_value(node: ast.AST) -> Any:
 
 
 def arguments_text(arguments: Mapping[str, Any], *, sort_keys: bool = False) -> str:
-    """Arguments of a call as JSON text, which is UTF-8.
-
-    Raises ValueError for a number beyond a double's range, which is no JSON, and for depth.
-    """
+    """Arguments of a call as JSON in UTF-8. ValueError for infinite numbers and for depth."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False, sort_keys=sort_keys)
     except RecursionError as error:

@@ -193,11 +193,7 @@ def _use_of(key: str, value: str) -> str:
 
 
 def pin_function(run: Run, typed: str, option: str, *, trust: bool) -> str:
-    """Pin code that the user typed: to its file in the current folder, else to the run's copy.
-
-    Raises ConfigError with `option` if there is neither, and for a copy in the run of somebody else
-    without `trust`.
-    """
+    """Pin typed code to its file here, else to the run's copy. Raises ConfigError with `option`."""
     spec = parse_spec(typed)
     copy = None
     if spec is not None and spec.is_file and not Path(spec.module).is_file():

@@ -107,11 +107,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
-    """Named part of a reward; the reward is the sum of `weight * value`.
-
-    `detail` is a text behind the value, such as a judge's reply; it is stored with the metadata of
-    the rollout.
-    """
+    """Named part of a reward, the sum of `weight * value`; `detail` is a text behind it."""
 
     name: str
     value: float

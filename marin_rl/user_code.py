@@ -179,10 +179,7 @@ def _syntax(error: Exception, origin: str) -> str:
 
 
 def offer(digest: str, read: Callable[[], bytes], origin: str, *, allowed: bool) -> None:
-    """Make a source known by its digest; `read` is called, and checked, when it is needed.
-
-    Without `allowed` it is not run until `allow` names it. A source that is known stays.
-    """
+    """Make a source known by its digest, unless it is; `allowed` or a later `allow` lets it run."""
     with _lock:
         known = _sources.setdefault(digest, _Source(read, origin, allowed))
         known.allowed = known.allowed or allowed
@@ -225,11 +222,7 @@ def offer_packed(packed: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def load(text: str, role: str) -> Any:
-    """The function or class that a name of code stands for; `role` is for messages.
-
-    Raises InputError for another form, a module that is not there or fails, a name that it lacks, a
-    value that cannot be called, and code that was not read or not allowed.
-    """
+    """The function or class that a name of code stands for; `role` is for messages. InputError."""
     spec = parse_spec(text)
     if spec is None:
         raise InputError(f"{role} {text!r}: expected FILE.py:name or module:name")

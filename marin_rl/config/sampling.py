@@ -206,10 +206,7 @@ def as_mixture(value: Any) -> Any:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as the smallest whole numbers of the same ratio.
-
-    Raises ValueError where these add up to more than CYCLE_MAX.
-    """
+    """Smallest whole numbers of the same ratio. ValueError for a sum above CYCLE_MAX."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     counts = [int(weight * scale) for weight in exact]

@@ -73,10 +73,7 @@ class Section(BaseModel):
 
 
 def fingerprint_fields(node: Section) -> dict[str, Any]:
-    """The part of a section that decides the content of slots: everything but free fields.
-
-    Paths are as their user wrote them, wherever they lie.
-    """
+    """Fields that decide the content of slots, with paths as their user wrote them."""
     return as_written(content_fields(node))
 
 
@@ -86,10 +83,7 @@ def content_fields(node: Section) -> dict[str, Any]:
 
 
 def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> Node:
-    """Return a section with `choice` of each key in it that is marked `AS_BEGUN` and null.
-
-    `choice` takes the dotted name of a key, below `prefix`; None leaves the key as it is.
-    """
+    """Replace null `AS_BEGUN` keys by `choice(key)` unless that is None."""
     update: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
         value, key = getattr(node, name), prefix + name

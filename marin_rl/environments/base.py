@@ -110,18 +110,12 @@ class Environment(ABC):
         return Demonstration(messages=example.messages, answer=assistant(text), name=name)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
-        """Raise InputError where one of the first `count` training examples has none.
-
-        By default the first one speaks for all.
-        """
+        """Raise InputError without a demonstration; by default the first example decides."""
         if count and self.demonstration(example := self.example(seed, 0, "train")) is None:
             raise InputError(no_demonstration(self, example))
 
     def notices(self, *, scored: bool = True) -> Sequence[str]:
-        """Sentences on its data that a user may not expect, known after `load_examples`.
-
-        Those on rewards are left out where nothing is `scored`: of demonstrations.
-        """
+        """Sentences on its data for users; those on rewards only where examples are `scored`."""
         return ()
 
     @abstractmethod
@@ -134,10 +128,7 @@ class Environment(ABC):
 
     @property
     def scores_groups(self) -> bool:
-        """True where the completions of an example are scored in one call, by `score_group`.
-
-        Known after `load_scorer`.
-        """
+        """True where one call scores a group (`score_group`); known after `load_scorer`."""
         return self.defines("score_group")
 
     def score_group(
@@ -169,11 +160,7 @@ class Environment(ABC):
         return self.defines("episode")
 
     def tools_offered(self) -> Sequence[Tool]:
-        """Tools that every episode offers.
-
-        They are checked against the policy's chat template before a run starts; tools that an
-        episode returns from `start` alone are checked there.
-        """
+        """Tools of every episode, checked against the chat template before a run starts."""
         return ()
 
     async def rollouts(
@@ -228,10 +215,7 @@ class RewardedElsewhere(Environment):
 
 
 def completed(environment: Any) -> Environment:
-    """Give an environment that is no subclass of `Environment` the defaults of its optional parts.
-
-    Raises ConfigError where its class cannot have another base, such as one with `__slots__`.
-    """
+    """Give a user's environment the optional parts of `Environment`. Raises ConfigError."""
     kind = type(environment)
     if not isinstance(environment, Environment):
         own = {"__module__": kind.__module__}
@@ -256,10 +240,7 @@ def no_demonstration(environment: Environment, example: Example) -> str:
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:
-    """The answer that an environment extracts; by default the whole text, stripped.
-
-    None, which is no vote, where extracting fails.
-    """
+    """The extracted answer, by default the stripped text; None where extracting fails."""
     try:
         return environment.extract(completion)
     except InputError:
@@ -269,10 +250,7 @@ def answer_in(environment: Environment, completion: str) -> str | None:
 
 
 def plain_json(metadata: Mapping[Any, Any], source: str) -> dict[str, Any]:
-    """`metadata` as plain JSON values: what is not JSON becomes a string, NaN becomes null.
-
-    Raises InputError where a key cannot be one in JSON.
-    """
+    """`metadata` as plain JSON values; other values become strings, NaN null. Raises InputError."""
     option = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
     try:
         return orjson.loads(orjson.dumps(dict(metadata), default=str, option=option))

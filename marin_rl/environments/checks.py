@@ -149,11 +149,7 @@ def check_entries_apart(
 
 
 def check_demonstrations(config: Config) -> None:
-    """Refuse a warm start that would come to an example without a demonstration.
-
-    Raises InputError that names the row, where the environment knows its rows, and as
-    `loaded_environment`.
-    """
+    """Raise InputError for a warm start with an example that has no demonstration."""
     chosen = config.sft.environment or config.environment
     environment = loaded_environment(chosen, "train")
     examples = config.sft.steps * config.sft.sequences_per_step

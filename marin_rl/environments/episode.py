@@ -66,10 +66,7 @@ class StepResult:
             object.__setattr__(self, "reward", _checked(self.reward))
 
     def after(self, played: "Sequence[Conversation]") -> "Conversation":
-        """The conversation that the model reads next; `played` are those up to each of its turns.
-
-        Raises ValueError for a `parent` that is none of them.
-        """
+        """The next conversation, out of those `played`. ValueError for an unknown `parent`."""
         if self.opening is not None:
             return list(self.opening.messages), self.opening.tools
         number = len(played) - 1 if self.parent is None else self.parent
@@ -206,10 +203,7 @@ class FinishedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRollout:
-    """Rollout that an environment has sampled and scored.
-
-    `reward` is a number, or numbers by name that add up. `truncated` says that a limit ended it.
-    """
+    """A sampled and scored rollout; `truncated` says that a limit ended it."""
 
     messages: tuple[FinishedMessage, ...]
     reward: float | Mapping[str, float]

@@ -201,11 +201,7 @@ PlayedEpisode = EpisodeHere | EpisodeAway
 
 
 async def _answered(worker: Worker, operation: Operation, number: int, argument: Any) -> Any:
-    """The answer of a worker, as JSON has it.
-
-    Raises TypeError for an argument that is not JSON, WorkerFault, and the environment's own faults
-    by their kinds.
-    """
+    """Answer of a worker as JSON. Raises TypeError for an argument without JSON, and faults."""
     request = {"operation": operation, "episode": number, "argument": argument}
     data = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
     answer = await asyncio.wrap_future(worker.call(data))

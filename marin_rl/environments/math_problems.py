@@ -149,10 +149,7 @@ def require_math_verify() -> None:
 
 
 def equal_answers(gold: str, answer: str, *, whole: bool = False) -> bool:
-    """Compare an answer, or the last expression of a whole text, with the row's.
-
-    Raises RewardFault if the row's answer cannot be parsed; an unparsable completion is wrong.
-    """
+    """Compare an answer, or a whole text's last expression, with the row's. Raises RewardFault."""
     gold, answer = unbraced(gold), unbraced(answer)
     expected, actual = written_number(gold), written_number(answer)
     if expected is not None and actual is not None:

@@ -163,10 +163,7 @@ def options_by_environment() -> dict[str, type[Section]]:
 
 
 def construct(config: EnvironmentConfig) -> Environment:
-    """The environment with nothing loaded.
-
-    Raises ConfigError for an unknown name or wrong options, InputError for unfit files.
-    """
+    """The environment with nothing loaded. Raises ConfigError, InputError for unfit files."""
     if config.mixture is not None:
         return Mixture(config)
     name = USER_CLASS if parse_spec(config.name) is not None else config.name
@@ -199,11 +196,7 @@ def _factory(name: str) -> Factory:
 
 
 def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Code of others that a configuration, as a plain tree, imports, by the key that names it.
-
-    Leaves out environments and functions of this package, and environments that this process has
-    registered.
-    """
+    """Code that a plain tree imports by its keys, but for this package's and registered names."""
     named = {key: str(spec) for key, spec in code_in(tree) if str(spec) not in SHIPPED}
     for key, environment in environments_in(dict(tree)):
         name = environment.get("name")
@@ -213,10 +206,7 @@ def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def loaded_environment(config: EnvironmentConfig, *splits: Split) -> Environment:
-    """An environment, made once per process and configuration, with an example of each split.
-
-    Raises ConfigError for an unknown name or wrong options, InputError where one has no examples.
-    """
+    """An environment with an example of each split, kept by process. ConfigError, InputError."""
     environment = _loaded(config.model_dump_json())
     for split in splits:
         seed = config.train_seed if split == "train" else config.eval_seed
@@ -380,10 +370,7 @@ def demonstrated_by(part: EnvironmentPart, example: Example) -> Demonstration | 
 
 
 def entry_alone(outer: EnvironmentConfig, entry: MixtureEntry) -> EnvironmentConfig:
-    """The settings of an environment of a list, as if it were the only one.
-
-    What holds for all of them together comes from `outer`.
-    """
+    """The settings of one environment of a list, with what all have in common from `outer`."""
     own = {name: getattr(entry, name) for name in EnvironmentConfig.model_fields}
     common = ("pass_environment", "reward_memory_bytes_max")
     return EnvironmentConfig(**own | {name: getattr(outer, name) for name in common})

@@ -55,10 +55,7 @@ def git(
     wrong: str = "",
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the output of git in a folder, with variables of its environment.
-
-    Raises InputError, which begins with `wrong`.
-    """
+    """Return the output of git in a folder. Raises InputError, which begins with `wrong`."""
     try:
         result = subprocess.run(
             ["git", *arguments],
@@ -79,10 +76,7 @@ def git(
 
 @contextlib.contextmanager
 def objects_of(clone: Path) -> Iterator[dict[str, str]]:
-    """Variables with which git reads the objects of a clone, and nothing else of it.
-
-    Raises InputError where it is no repository.
-    """
+    """Variables with which git reads only the objects of a clone. Raises InputError."""
     own = clone / ".git"
     variables = {"GIT_DIR": str(own if own.exists() else clone)}
     name = git(clone, "rev-parse", "--git-path", "objects", variables=variables)
@@ -165,10 +159,7 @@ class Checkouts:
         return self._pristine[key]
 
     def workspace(self, name: str, commit: str) -> Path:
-        """Return a copy of the tree of a commit that a program may write to.
-
-        Raises InputError, and what `prepare` raises.
-        """
+        """Return a writable copy of the tree of a commit. Raises InputError, as `prepare`."""
         if self._prepare is None:
             return self._copy(self.pristine(name, commit))
         key = (name, commit)
@@ -328,10 +319,7 @@ def run_tests(
     command: str | None,
     files: Mapping[str, Content],
 ) -> set[str]:
-    """Run tests in a tree that has the row's `files`; return the names of those that passed.
-
-    With a `command` each test is a run that passes by exit status 0.
-    """
+    """Run tests in a tree with the row's `files`; return the names of those that passed."""
     if command is not None:
         passed, left_s = set[str](), box.limits.wall_s
         for name in names:

@@ -166,10 +166,7 @@ Rows = TextRows | ArrowRows
 
 
 def open_rows(path: str) -> Rows:
-    """Open a file, a folder of Parquet files, or a pattern such as `data/train-*.parquet`.
-
-    Raises InputError.
-    """
+    """Open a file, a Parquet folder, or a pattern such as `data/train-*.parquet`. InputError."""
     place = Path(path)
     if "*" in place.name:
         files = sorted(place.parent.glob(place.name))

@@ -50,10 +50,7 @@ class SandboxOptions(Section):
 
 
 def step_budget_s(config: EnvironmentConfig, program_s: float, option: str) -> float:
-    """Return the seconds that all programs of a turn have together.
-
-    Raises ConfigError where a step has less time than one program.
-    """
+    """Seconds for all programs of a turn. ConfigError where one program needs more."""
     key = "step_timeout_s" if config.step_timeout_s else "reward_timeout_s"
     step_s = config.step_timeout_s or config.reward_timeout_s
     if program_s + _MARGIN_S > step_s:
@@ -104,10 +101,7 @@ def run_tool(
 
 
 def program_text(result: SandboxResult, limits: SandboxLimits, characters_max: int) -> str:
-    """Return what a program printed, its errors, and its end where that was no success.
-
-    Long outputs lose their middle, so that the end of a program is always there.
-    """
+    """Return output, errors and failure of a program; long outputs lose their middle."""
     end = _end(result, limits)
     room = max(characters_max - len(end) - 2, 0)
     stderr = _shortened(_text(result.stderr), room // 2)

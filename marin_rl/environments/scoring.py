@@ -135,10 +135,7 @@ PoolT = TypeVar("PoolT", bound="Pool | Scorer")
 
 
 class PoolsInUse(Generic[PoolT]):
-    """Pools of this process by environment, version and settings. Thread safe.
-
-    One is made at its first use, and all are closed when the process ends.
-    """
+    """Pools by environment, version and settings, closed at exit. Thread safe."""
 
     def __init__(self, make: Callable[[Environment, EnvironmentConfig], PoolT]) -> None:
         self._make = make
@@ -207,10 +204,7 @@ class Scorer:
             self._pool.ready()
 
     def extract(self, completions: Sequence[str]) -> list[str | None]:
-        """The answer in each completion, extracted in a worker; None where that fails or hangs.
-
-        Raises InputError where the extracting function cannot be imported.
-        """
+        """Answers extracted in a worker; None for failures. InputError for a missing function."""
         if self._pool is None:
             return [answer_in(self._environment, text) for text in completions]
         answers: list[str | None] = []
@@ -278,10 +272,7 @@ scorer_for = scorers.of
 def answers_in(
     environment: Environment, config: EnvironmentConfig, completions: Sequence[str]
 ) -> list[str | None]:
-    """The answer in each completion, extracted here, or in a worker for others' code.
-
-    Raises InputError as `Scorer.extract`.
-    """
+    """Answers extracted here, or in a worker for code of others. Raises InputError."""
     own = environment
     if not own.workers or own.extracts_here or not own.defines("extract"):
         return [answer_in(own, text) for text in completions]

@@ -39,10 +39,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class ToolMethod:
-    """A method that a model may call; `schema` is as OpenAI's clients and chat templates have it.
-
-    Raises ConfigError for one without a docstring, and for parameters without types.
-    """
+    """A tool with its JSON `schema`. ConfigError without a docstring or parameter types."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, text = name, inspect.getdoc(function)

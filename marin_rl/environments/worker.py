@@ -30,10 +30,7 @@ _EXAMPLE, _POLICY = TypeAdapter(Example), TypeAdapter(PolicyAddress)
 
 
 def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
-    """Construct the environment of `settings`; return what serves its `purpose`.
-
-    Raises InputError, which names the purpose, where it cannot be imported.
-    """
+    """Make what serves the `purpose` of `settings`. Raises InputError, which names the purpose."""
     purpose = settings["purpose"]
     try:
         offer_packed(settings["code"])

@@ -89,10 +89,7 @@ class HostedEnvironment(RewardedElsewhere):
 
     @property
     def interpreter(self) -> "Interpreter":
-        """The interpreter of this process; a new one after its end.
-
-        Raises InputError where the library refuses.
-        """
+        """The running interpreter of this process. InputError where the library refuses."""
         if self._interpreter is None or self._interpreter.ended:
             self._interpreter = Interpreter(
                 self.options.python,
@@ -174,10 +171,7 @@ _numbers = itertools.count()
 
 
 class HostedEpisode(ABC):
-    """Base of episodes: the calls of one in the interpreter of its environment.
-
-    Each raises RewardFault with the library's error.
-    """
+    """Calls of one episode in its interpreter. RewardFault has the library's error."""
 
     def __init__(self, environment: HostedEnvironment, example: Example) -> None:
         self._interpreter = environment.interpreter

@@ -184,10 +184,7 @@ class Trackers:
 
 
 def open_trackers(config: Config) -> Trackers:
-    """The trackers that the configuration asks for; they open while the run begins.
-
-    Trackio has been opened when this returns, which waits for it.
-    """
+    """The configured trackers, which open while the run begins; Trackio has opened on return."""
     settings = config.trackers
     openings: dict[str, Callable[[], Tracker]] = {}
     if (folder := settings.tensorboard) is not None:

@@ -22,10 +22,7 @@ def begin(options: dict[str, Any]) -> "Library":
 
 
 class Library:
-    """Rows of an environment's data sets, and an episode for a row.
-
-    An environment without evaluation data holds back the first `eval_fraction` of its rows.
-    """
+    """Rows and episodes; without evaluation data the first `eval_fraction` of rows is held out."""
 
     def __init__(self, environment: Any, options: dict[str, Any]) -> None:
         self._grouped = bool(environment.requires_group_rollouts)

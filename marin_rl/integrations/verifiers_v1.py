@@ -149,10 +149,7 @@ def _text(content: Any) -> str:
 
 
 def _messages(nodes: Sequence[Mapping[str, Any]]) -> Iterator[FinishedMessage]:
-    """Messages of every branch from its root on; a node that branches share is sampled once.
-
-    Raises RewardFault for ids that were sampled before the end of their message.
-    """
+    """Messages of every branch; shared nodes are sampled once. RewardFault for ids out of order."""
     inner = {node["parent"] for node in nodes}
     names: dict[str, str] = {}
     trained: set[int] = set()

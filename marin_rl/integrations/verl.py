@@ -170,10 +170,7 @@ class Unmapped:
 def verl_fields(
     config: Config, *, train_examples: int, one_shot: bool
 ) -> tuple[list[VerlField], list[Unmapped]]:
-    """Fields of verl's configuration, and the settings that it cannot have.
-
-    With `one_shot` no episode has more than one turn.
-    """
+    """Fields of verl's configuration and settings without one; `one_shot`: single turns only."""
     fields = [VerlField(key, value_at(config, own), (own,)) for key, own in _EQUAL]
     fields += _sampled(config, one_shot=one_shot)
     fields += _trained(config, train_examples)
@@ -308,10 +305,7 @@ class VerlExport:
 
 
 def export_verl(config: Config, folder: Path) -> VerlExport:
-    """Write the folder; nothing is there until it is whole.
-
-    Raises InputError for a folder that exists, for groups that are pushed, and as environments do.
-    """
+    """Write the whole folder or none. InputError where it exists or groups are pushed."""
     if folder.exists():
         raise InputError(f"{folder} exists, and is not overwritten: name another folder")
     if config.rollouts.source == "pushed":
@@ -368,10 +362,7 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
 
 
 def _row(number: int, example: Example, *, episodes: bool) -> dict[str, Any]:
-    """An example as a row of verl's dataset.
-
-    The whole example is in `extra_info.example` as JSON, from which it is scored and played.
-    """
+    """An example as a row of verl's dataset, with its JSON in `extra_info.example` for scoring."""
     try:
         encoded = orjson.dumps(example).decode()
     except TypeError as error:

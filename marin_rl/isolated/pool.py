@@ -69,10 +69,7 @@ class Pool:
     def ask(
         self, requests: Sequence[bytes], limit_s: float | int | None = None
     ) -> "list[Any | WorkerFault]":
-        """Return the answer to each request, by a worker that has no others. Waits for one.
-
-        What is lost is asked for again. Raises InputError where the work cannot begin.
-        """
+        """Answers to requests by one free worker at a time; asks lost ones again. InputError."""
         answers: list[Any | WorkerFault] = []
         losses = 0  # of the next answer
         with self._places:

@@ -54,10 +54,7 @@ INHERITED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_",
 
 
 def clean_environment(names: Iterable[str] = ()) -> dict[str, str]:
-    """Environment variables for a worker: an allow-list, plus those in `names`.
-
-    Accelerators are hidden, and modules are searched where this process searches them.
-    """
+    """Allow-listed environment of a worker with `names`, this module path, no accelerators."""
     wanted = INHERITED | set(names)
     inherited = {
         name: value
@@ -73,10 +70,7 @@ def clean_environment(names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def sealed_environment() -> dict[str, str]:
-    """Environment of a worker: no secret, and modules from absolute places alone.
-
-    A module in the working directory is not this program's.
-    """
+    """Environment without secrets, whose modules come from absolute paths only."""
     clean = clean_environment()
     here = str(Path(__file__).resolve().parents[2])
     paths = [path for path in clean["PYTHONPATH"].split(os.pathsep) if Path(path).is_absolute()]
@@ -85,10 +79,7 @@ def sealed_environment() -> dict[str, str]:
 
 
 class PrintedText:
-    """Forward what workers print to standard error, within a budget.
-
-    The budget refills with time, so that a worker that is started again has no new one.
-    """
+    """Forward what workers print to stderr, within a budget that refills with time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -139,10 +130,7 @@ class WorkerLimits:
 
 
 class WorkerFault(Exception):
-    """A call that was not answered: the limit that it exceeded, or the end of its process.
-
-    The limit is `lost` for a call whose process ended by the fault of another call, or of none.
-    """
+    """A call without an answer: its limit, or `lost` where its process ended without its fault."""
 
     def __init__(self, limit: Limit, message: str) -> None:
         super().__init__(message)
@@ -216,10 +204,7 @@ class Worker:
         return self._process.pid
 
     def call(self, request: bytes) -> "Future[Any]":
-        """Ask for the answer to a request in JSON.
-
-        The future raises WorkerFault, and InputError where the work could not begin.
-        """
+        """Send a JSON request; the future raises WorkerFault, or InputError of the start."""
         return self.call_all([request])[0]
 
     def call_all(

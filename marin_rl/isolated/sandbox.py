@@ -47,10 +47,7 @@ _SIGNALS = 128  # an exit status above it says that a signal ended the program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """End of a program: its exit status, or the limit that ended it, and what it printed.
-
-    The exit status of a program that a signal ended is 128 and the signal's number.
-    """
+    """End of a program and its output; the status is 128 + number where a signal ended it."""
 
     exit_status: int | None
     limit: Limit | None
@@ -275,10 +272,7 @@ print(nonce + json.dumps(facts))
 
 @lru_cache(maxsize=8)
 def check_sandbox(mode: Mode, interpreter: str | None = None) -> None:
-    """Run a program in a sandbox and compare what it sees with what it may see.
-
-    Raises ConfigError that says what to install or to set.
-    """
+    """Compare what a program in a sandbox sees with what it may see. Raises ConfigError."""
     needed = ["bwrap", "prlimit", "setpriv"] if mode == "bubblewrap" else ["prlimit"]
     if missing := [name for name in needed if shutil.which(name) is None]:
         package = INSTALL if "bwrap" in missing else "util-linux"

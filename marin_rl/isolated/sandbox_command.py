@@ -78,10 +78,7 @@ class SandboxLimits:
         return cpu | {name: (limit, limit) for name, limit in equal.items()}
 
     def prefix(self) -> list[str]:
-        """Return the command that imposes these limits on the one after it.
-
-        Raises InputError where this process may not give as much.
-        """
+        """Command line that sets these limits. InputError where this process may not."""
         limits = self.by_name()
         for name, (_, hard) in limits.items():
             _, most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
@@ -96,10 +93,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python that programs run with, and what belongs to it outside of `/usr`.
-
-    `folders` are shown; `links` lead to its path from outside of them, by place and target.
-    """
+    """A Python for programs; `folders` of it are shown, `links` lead to its path."""
 
     path: str
     folders: tuple[str, ...]

@@ -114,10 +114,7 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _kill_descendants(child: int) -> None:
-    """Kill everything that descends from this process, and what that starts meanwhile.
-
-    On other systems than Linux, the process group of the child.
-    """
+    """Kill all descendants and their new children; without Linux the child's group."""
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)

@@ -112,10 +112,7 @@ def compile_template(source: str) -> jinja2.Template:
 def render(
     source: str, variables: Mapping[str, Any], *, spans: bool, characters_max: int | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a template, and where its generation blocks lie if `spans` is set.
-
-    Raises TooLong, and whatever the template raises.
-    """
+    """Text of a template, and places of generation blocks with `spans`. Raises as the template."""
     pieces, length = list[str](), 0
     _tracker.pieces, _tracker.spans = (pieces if spans else None), []
     try:

@@ -194,10 +194,7 @@ class _Parent:
         self.wire.sendall(line)
 
     def note(self, number: int, limit_s: float = math.inf) -> None:
-        """Note whose code runs, or `~number` once it does not: the process may go on so for long.
-
-        A call whose code runs is to blame for the end of the process.
-        """
+        """Note whose code runs (`~number`: ran) and for how long it may: it is to blame."""
         self._lease.write(number, time.monotonic() + limit_s, self.limit_s)
 
     @contextmanager
@@ -260,10 +257,7 @@ _charge: "contextvars.ContextVar[_Charge | None]" = contextvars.ContextVar("char
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """Do not charge the call that runs for the time inside, in which it waits for others.
-
-    A slice that blocks the process ends it also then. Does nothing outside of a call.
-    """
+    """Do not charge the running call for waiting inside; blocking still ends the process."""
     charge = _charge.get()
     if charge is None:
         yield
@@ -274,10 +268,7 @@ def uncharged() -> Iterator[None]:
 
 @asynccontextmanager
 async def charged(limit_s: "float | None") -> "AsyncIterator[asyncio.Timeout]":
-    """Limit a call in this process to seconds that are charged; None: to none.
-
-    Raises TimeoutError, on which the deadline has `expired()`.
-    """
+    """Limit a call here to charged seconds, or to none. TimeoutError once `expired()`."""
     async with asyncio.timeout(None) as deadline:
         if limit_s is None:  # a worker's own charge stays
             yield deadline

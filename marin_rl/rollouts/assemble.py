@@ -81,10 +81,7 @@ class RolloutMaker:
         )
 
     def sampled(self, index: int, trajectory: Trajectory, score: Score) -> Rollout:
-        """The rollout of a trajectory; an error where its score is a fault.
-
-        Answers without the prompt's ids are text: their rollouts have no tokens.
-        """
+        """The rollout of a trajectory: an error for a faulty score, without tokens for texts."""
         if isinstance(score, MarinRLError):
             return self.failed(index, score, trajectory)
         for turn in trajectory.turns:
@@ -273,10 +270,7 @@ def _as_sampled(completion: Completion) -> str:
 def _turns_of(
     messages: Sequence[Message], start: int | None = None, end: int | None = None
 ) -> tuple[Turn, ...]:
-    """Turns of messages that were rendered together.
-
-    A single message spans all the tokens; of several, the spans are unknown.
-    """
+    """Turns of messages rendered together; only a single message has a known span."""
     if len(messages) > 1:
         start = end = None
     return tuple(

@@ -75,10 +75,7 @@ class _Text:
 
 
 class TemplateBridge:
-    """Bridges of a policy's chat template; its tokenizer is read on first use.
-
-    `options` of the template win over the policy's own.
-    """
+    """Bridges of a policy's chat template; `options` win over the policy's own."""
 
     def __init__(self, policy: PolicyConfig, options: Mapping[str, Any] | None = None) -> None:
         self._policy, self._tokenizer = policy, PolicyTokenizer(policy)
@@ -117,10 +114,7 @@ class TemplateBridge:
         return np.array(bridge.ids[1:] if junction.ended is not None else bridge.ids, np.int32)
 
     def check(self, tools: Sequence[Tool] = ()) -> None:
-        """Raise BridgeFault where no dialogue of several turns can be carried.
-
-        Where `tools` are offered, it is enough if dialogues continue after results of tools.
-        """
+        """BridgeFault where no dialogue can go on; with `tools`, after their results is enough."""
         messages = [Message(role="user", content="go on")]
         question, reply = (Message(role="user", content="question"), _REPLY)
         dialogue = [question, Message(role="assistant", content=reply)]
@@ -205,10 +199,7 @@ class TemplateBridge:
             )
 
     def _dialogues(self, tools: str, dialogues: Sequence[Sequence[Message]]) -> list[str]:
-        """Texts of dialogues, each with the opening of the model's next turn.
-
-        Where the template refuses several calls in a turn, the first of them stands for all.
-        """
+        """Texts of dialogues with the next opening; one call for several if refused."""
         try:
             return [self._opened_at(tuple(each), tools) for each in dialogues]
         except BridgeFault:

@@ -53,10 +53,7 @@ EMBEDDED_IN_FLIGHT_MAX = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Held-out examples of one environment.
-
-    A named set's examples carry its label as their environment's, which separates metrics and rows.
-    """
+    """Held-out examples of one environment; those of named sets carry the set's label."""
 
     part: EnvironmentPart
     examples: int
@@ -76,11 +73,7 @@ class HeldOut:
 
 
 def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
-    """The sets of a run's evaluation, with their examples loaded.
-
-    Raises ConfigError for an unknown environment, wrong options, or seeds from which training and
-    evaluation would meet; InputError where there are no examples.
-    """
+    """The sets of an evaluation, loaded. Raises ConfigError, InputError without examples."""
     named = config.evaluation.sets
     if named is None:
         parts = parts_of(environment_of(config), config.environment)
@@ -123,10 +116,7 @@ def _held_out(part: EnvironmentPart, config: Config, *, of_list: bool = False) -
 
 
 async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
-    """Commit the evaluation of checkpoint `round`, or return it where it is committed already.
-
-    The reference's summary holds the `eval/*` metrics. Raises as `generate_shard` does.
-    """
+    """Commit the evaluation of checkpoint `round`, once. Raises as `generate_shard`."""
     sets = held_out_sets(run.config)
     versions = {held_out.name: held_out.part.environment.version for held_out in sets}
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
@@ -151,10 +141,7 @@ async def answered(
     round: int,
     connect: Connect | None = None,
 ) -> list[RolloutGroup]:
-    """Sample and score the held-out examples of all sets, as the evaluation `name`.
-
-    The requests of all rounds are the same but for the groups' names. Raises as `generate_shard`.
-    """
+    """Sampled and scored held-out examples of the evaluation `name`. Raises as `generate_shard`."""
     groups: list[RolloutGroup] = []
     inference = config.inference
     at_once = inference.requests_in_flight_max

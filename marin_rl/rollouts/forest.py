@@ -70,10 +70,7 @@ def calls_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list
 
 
 def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The segments of a rollout, each by its calls; none where it is one.
-
-    `parent`, `reason` and `turn` are those of its first call, `n_turns` counts its calls.
-    """
+    """The segments of a rollout, each with facts of its first call; none where it is one."""
     if not row["segment_lengths"]:
         return []
     segments = list[dict[str, Any]]()

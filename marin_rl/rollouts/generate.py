@@ -119,10 +119,7 @@ async def committed_shard(
     scorer: RewardScorer | None = None,
     teacher: Teacher | None = None,
 ) -> SlotRef | None:
-    """The shard that `generate_shard` would return without sampling; None where it would sample.
-
-    Raises CommitConflict where another content is committed, StorageError.
-    """
+    """The shard that `generate_shard` would return without sampling, else None."""
     environment = await asyncio.to_thread(environment_of, run.config)
     curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
     digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum, teacher)
@@ -209,10 +206,7 @@ def examples_of(
 
 
 def groups_of_shard(config: Config, shard: int) -> range:
-    """Numbers of a shard's groups in its round.
-
-    Shards from `shards_per_round` on are those of further sample batches.
-    """
+    """Numbers of a shard's groups; shards beyond a round's are further sample batches."""
     groups, shards = config.candidates_per_batch, config.rollouts.shards_per_round
     return range(groups * shard // shards, groups * (shard + 1) // shards)
 

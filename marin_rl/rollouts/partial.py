@@ -126,11 +126,7 @@ class PiecewiseClient(ChatClient):
         self.model = self.log.policy.model
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """Complete the samples, each from its committed tokens on.
-
-        Raises Interrupted at a border of pieces, Diverged where the conversation is another than
-        the recorded one.
-        """
+        """Complete the samples from their committed tokens on. Raises Interrupted, Diverged."""
         sampling = request.sampling
         assert sampling.seed is not None, "members are known by their seeds"
         record, timings = self.records[request.session], list[ServerTimings]()
@@ -162,10 +158,7 @@ class PiecewiseClient(ChatClient):
         )
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
-        """The recorded member, if its turn has this prompt; a new one is given the prompt.
-
-        Raises Diverged. At its first turn a member begins again by itself.
-        """
+        """The recorded member with this prompt, or begun again at its first turn. Diverged."""
         new = record.new_messages(member, request.messages)
         if not len(member.prompt):
             member.messages = new

@@ -221,10 +221,7 @@ def policy_as_begun(policy: PolicyConfig) -> PolicyConfig:
 
 
 def prefix_cache_of(config: Config) -> bool | None:
-    """True for a run of an embedded engine with long dialogues, else None: no choice.
-
-    Reads the environment, once per process. Raises ConfigError, InputError as `loaded_environment`.
-    """
+    """True for an embedded engine with long dialogues, else None. Reads the environment."""
     inference = config.inference
     if inference.endpoints:
         return None

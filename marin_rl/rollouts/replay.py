@@ -62,10 +62,7 @@ _ID = re.compile(r"round-(\d{5,})/group-\d{5,}/\d{3,}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedTurn:
-    """A turn of the model, counted from 1, and the first difference in what followed it.
-
-    Turn 0 is the start of the episode; the turn after the last is the score of the whole.
-    """
+    """First difference after a turn; 0 is the start, the one after the last is the score."""
 
     turn: int
     difference: str | None = None
@@ -387,11 +384,7 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
 
 
 def source_digest(function: str) -> str:
-    """SHA-256 of the module that a function is in: another text may give other rewards.
-
-    What that module imports is not covered.
-    Raises InputError where it cannot be imported.
-    """
+    """SHA-256 of a function's own module, without its imports. Raises InputError."""
     spec = parse_spec(function)
     if spec is not None and spec.is_file:
         return spec.sha256

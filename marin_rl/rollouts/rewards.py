@@ -108,10 +108,7 @@ def reward_model_slot_of(
 def add_model_reward(
     groups: Sequence[RolloutGroup], settings: LearnedRewardConfig, scorer: RewardScorer
 ) -> list[RolloutGroup]:
-    """The groups with the model's component in every rollout that has a reward and tokens.
-
-    Raises RewardFault where the model gives no finite number, or a component of its name is there.
-    """
+    """Add the model's component to rollouts with rewards and tokens. Raises RewardFault."""
     judged = [r for group in groups for r in group.rollouts if _is_judged(r)]
     if not judged:
         return list(groups)
@@ -168,10 +165,7 @@ def _with_component(rollout: Rollout, settings: LearnedRewardConfig, value: floa
 
 
 def given_pairs(settings: PairTrainingConfig, section: PairSection) -> PairFile:
-    """The pairs that a section names: of a file, or of the groups of a run whose folder it names.
-
-    Raises InputError naming the row and the field.
-    """
+    """Preference pairs of a file, or of a run's groups. InputError names row and field."""
     folder = Path(settings.pairs)
     if (folder / RUN_KEY).is_file():
         pairs = pairs_of_run(Run.open(str(folder.parent), folder.name))

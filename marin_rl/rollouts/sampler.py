@@ -80,10 +80,7 @@ async def first_done(
 
 
 class EarlyGroups:
-    """Log of the groups of a shard, which commits none of them early.
-
-    `collect` waits until enough have ended, such as `first_done`; None waits for all.
-    """
+    """Log of a shard that commits no group early; `collect` says when enough have ended."""
 
     takes_groups = False  # groups may be committed without the rest of their shard
     takes_members = False  # and members without the rest of their group
@@ -195,10 +192,7 @@ class _PlayedGroup:
             await self._settle(ended)
 
     async def _settle(self, ended: Mapping[int, Trajectory]) -> None:
-        """Score members that are not settled yet, and commit the successful ones.
-
-        Where a score depends on the other members, a group is committed whole or not at all.
-        """
+        """Score ended members and commit the successful ones, or the group where scores compare."""
         ended = {i: trajectory for i, trajectory in ended.items() if i not in self.rollouts}
         if not ended:
             return

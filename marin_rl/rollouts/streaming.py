@@ -107,11 +107,7 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
-    """Policy version of a chunk that a worker resumes; None for one that it begins.
-
-    Groups that are sampled in pieces are as old as their first piece. Those that are too old for
-    any further round are begun again.
-    """
+    """Policy version of a chunk that is resumed in pieces; None for one that begins."""
     claim = stream.claims.get(chunk)
     if stream.run.config.piece_tokens is None or claim is None:
         return None
@@ -153,10 +149,7 @@ def group_id_of(number: int) -> str:
 
 
 class ChunkLog(EarlyGroups):
-    """Log of a chunk, which commits whole groups that ended since the last commit as one object.
-
-    `every_s` are the seconds between commits; 0: a group is committed as soon as it ends.
-    """
+    """Log of a chunk, which commits the groups that ended every `every_s` seconds (0: at once)."""
 
     takes_groups = True  # and no members: a claim is of whole groups
 
@@ -280,11 +273,7 @@ def is_ready(run: Run, round: int, *, ended: bool = False) -> bool:
 
 
 def take_groups(run: Run, round: int, *, ended: bool = False) -> SlotRef | None:
-    """The committed intake of a round; None while there are too few groups.
-
-    With `ended`, no further groups are sampled, and none under way is waited for. Raises
-    CommitConflict for groups of a worker with other settings, CorruptObject, StorageError.
-    """
+    """The intake of a round; None for too few groups, unless sampling has `ended`."""
     existing = intake_ref(run, round)
     if existing is not None:
         return existing

@@ -66,10 +66,7 @@ def teacher_fields(settings: DistillationConfig, teacher: Teacher) -> dict[str, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """Ids that a teacher reads for one segment of a rollout, from `start` to `end` of its tokens.
-
-    It scores those from `first` on, which are the rollout's from `at` on.
-    """
+    """Ids that a teacher reads for one segment; scores from `first` on are of `at` to `end`."""
 
     token_ids: Int32[np.ndarray, " _"]
     first: int
@@ -80,10 +77,7 @@ class _Read:
 def add_teacher_logprobs(
     groups: Sequence[RolloutGroup], config: Config, environment: Environment, teacher: Teacher
 ) -> list[RolloutGroup]:
-    """The groups with the teacher's log-probabilities in every rollout that has trained tokens.
-
-    Raises InputError where the teacher's numbers are not finite, or no context can be placed.
-    """
+    """Add teacher log-probabilities to rollouts with trained tokens. Raises InputError."""
     assert config.distillation is not None, "the configuration names a teacher"
     prompts = Prompts(config, environment)
     reads = {
@@ -151,10 +145,7 @@ class Prompts:
     def of(
         self, rollout: Rollout, example: Example, prompt: Int32[np.ndarray, " _"]
     ) -> Int32[np.ndarray, " _"]:
-        """Ids of the rollout's prompt with the context.
-
-        Raises InputError where the chat template gives other ids than `prompt` for the messages.
-        """
+        """Ids of a rollout's prompt after the context. InputError for other ids than `prompt`."""
         plain, taught = self.rendered(example, opening(rollout))
         if not np.array_equal(plain, prompt):
             raise InputError(
@@ -189,10 +180,7 @@ def opening(rollout: Rollout) -> list[Message]:
 
 
 def taught_prompts(run: Run, rounds: Sequence[int]) -> dict[bytes, Int32[np.ndarray, " _"]]:
-    """Ids of the prompts of sealed rounds as the teacher reads them, by the policy's, as bytes.
-
-    Raises as `Prompts.rendered` and `iter_shards` do.
-    """
+    """Ids of sealed rounds' prompts as the teacher reads them, by the policy's as bytes."""
     prompts, taught = Prompts(run.config, environment_of(run.config)), dict[bytes, np.ndarray]()
     for round in rounds:
         for group in (group for table in iter_shards(run, round) for group in groups_of(table)):
@@ -298,10 +286,7 @@ Value = TypeVar("Value")
 
 
 class EndpointTeacher:
-    """A teacher that a server has: a `Teacher`. Thread safe; not for a thread with an event loop.
-
-    Methods raise the errors of the client, which name the teacher.
-    """
+    """A `Teacher` behind a server, for threads without an event loop. Raises as the client."""
 
     def __init__(self, config: Config, *, attempts_max: int | None = None) -> None:
         settings, inference = config.distillation, config.inference
@@ -342,10 +327,7 @@ class EndpointTeacher:
         return [logprobs[start:] for logprobs, start in scores]
 
     def tokenized(self, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], int | None]:
-        """Ids of texts or messages by the endpoint's tokenizer, and the length of its context.
-
-        Each body is one of /tokenize. Raises BadResponse for an answer without ids.
-        """
+        """Ids of bodies of /tokenize, and the context length there. Raises BadResponse."""
 
         async def asked(client: PolicyClient) -> list[Mapping[str, Any]]:
             named = [{"model": self.identity, **body} for body in bodies]

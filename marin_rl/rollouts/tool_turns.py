@@ -108,10 +108,7 @@ class ToolTurns:
         )
 
     def recorded(self, rollout: Rollout, turn: Turn, tools: Sequence[Tool], number: int) -> Turn:
-        """Return a recorded turn as its environment got it: with calls read from its ids again.
-
-        Raises InputError for calls of a rollout without ids.
-        """
+        """A recorded turn with its calls read from its ids again. InputError without ids."""
         if not tools:
             return turn
         if turn.start is None or not len(rollout.token_ids):
@@ -145,10 +142,7 @@ class ToolTurns:
         )
 
     def limited(self, message: Message) -> Message:
-        """Return a tool's result within the limits, cut after a whole token and marked if so.
-
-        Messages of other roles are returned as they are.
-        """
+        """A tool's result within the limits, marked where cut; other messages as they are."""
         if message.role != "tool":
             return message
         text = message.content[: self._characters_max]

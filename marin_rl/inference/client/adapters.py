@@ -58,10 +58,7 @@ async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> 
 
 
 async def unload_adapters(client: PolicyClient, names: Sequence[str]) -> None:
-    """Have every endpoint unload what it serves of these names.
-
-    One that refuses keeps them: the round goes on, and its log says so.
-    """
+    """Have endpoints unload these names; one that refuses keeps them, with a warning."""
     for url, known in (await client.models_of_each()).items():
         for name in sorted(known.intersection(names)):
             try:

@@ -140,10 +140,7 @@ class Fleet:
         return [member for member in self.members.values() if member.state == "ready"]
 
     def choose(self, session: str, now: float, tried: Container[str] = ()) -> Member | None:
-        """The member to ask next; None while there is none. `now` is monotonic, in seconds.
-
-        Those whose URLs a request has `tried` are asked again once no others are left.
-        """
+        """The ready member to ask next, if any; `tried` ones last. `now` is monotonic."""
         ready = self.ready
         if not ready:
             return None

@@ -59,10 +59,7 @@ class EndpointSource:
     def of(
         cls, config: Config, tokenizer: str, chat_template: str, version: int
     ) -> "EndpointSource":
-        """The source of a run's endpoints for a version of its policy.
-
-        `tokenizer` and `chat_template` are the digests of the run's.
-        """
+        """The source of a run's endpoints for a version and digests of its tokenizer."""
         entries = config.inference.endpoints
         if REGISTERED not in entries:
             return cls(entries)
@@ -87,10 +84,7 @@ class EndpointSource:
         return " or ".join(ways) or "name endpoints in inference.endpoints"
 
     def resolve(self) -> list[Endpoint]:
-        """The endpoints of now, by URL; an entry before counts for a URL that two name.
-
-        Raises ConfigError for a file that cannot be read, StoreUnavailable.
-        """
+        """The endpoints of now, each URL by its first entry. ConfigError, StoreUnavailable."""
         named: dict[str, Endpoint] = {}
         for entry in self._entries:
             for endpoint in self._of_entry(entry):

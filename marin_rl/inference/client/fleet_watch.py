@@ -41,10 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAccess:
-    """Requests to one endpoint, past the bound on requests in flight, each sent once.
-
-    Answers are not checked. Raises as the client does.
-    """
+    """Single unchecked requests to an endpoint, outside of the bound. Raises as the client."""
 
     member: Member
     http: HttpClient
@@ -75,10 +72,7 @@ class EndpointAccess:
 
 
 class Proof(ABC):
-    """Conditions on the endpoints of a client and on their answers.
-
-    Methods raise StalePolicy for other weights, and what requests to the endpoint raise.
-    """
+    """Conditions on endpoints and answers. Raises StalePolicy, and as requests do."""
 
     @abstractmethod
     async def admit(self, endpoint: EndpointAccess, *, first: bool) -> None:
@@ -176,10 +170,7 @@ class FleetWatch:
                     await self._changed.wait()
 
     def failed(self, member: Member, error: InferenceError) -> int:
-        """Take note of a fault; 1 where it counts as one of the request's attempts.
-
-        Raises a StalePolicy of a plain list of endpoints, none of which is expected to change.
-        """
+        """Count a fault: 1 for an attempt. Raises a StalePolicy of a plain list of endpoints."""
         if isinstance(error, StalePolicy):
             if self._source is None:
                 raise error

@@ -109,10 +109,7 @@ def _check_labels(model: str, labels: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyProof(Proof):
-    """Proof of one policy: by its id, and by the `canary` where there is one.
-
-    Endpoints that join are sent the `weights` first, where those are sent.
-    """
+    """Proof of one policy by id and `canary`; endpoints that join are sent the `weights`."""
 
     canary: Canary | None = None
     weights: Publisher | None = None
@@ -252,10 +249,7 @@ class VersionsProof(Proof):
             )
 
     async def _prove(self, endpoint: EndpointAccess, version: int) -> None:
-        """Have an endpoint sample the canary by a version, once.
-
-        Raises EndpointUnavailable where it has gone on to another, StalePolicy for other weights.
-        """
+        """Prove a version at an endpoint once, by the canary. EndpointUnavailable, StalePolicy."""
         if self._canary_of is None:
             return
         # One canary at a time: answers that wait here see that their version is proven.

@@ -86,10 +86,7 @@ def label_of(version: int, digest: str) -> str:
 
 
 def parse_label(label: str) -> ServedModel | None:
-    """Version and digest in a label; without a digest in one of our own servers' numbers.
-
-    None for a label of another make, such as the one that vLLM begins with.
-    """
+    """Version and digest of a label, or of our servers' number; None for any other."""
     if label.isdecimal() and label.isascii():
         return ServedModel(name="_", weight_version=int(label), digest="")
     model = parse_served_model_id(f"_@{label}")

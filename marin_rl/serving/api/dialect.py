@@ -57,10 +57,7 @@ class Dialect(ABC):
         """The bytes that are sent when every prompt has its samples."""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """The bytes of a stream for what a chunk added to a sample.
-
-        Empty if nothing shows yet, and where responses are always whole.
-        """
+        """Bytes of a stream for one chunk of a sample; empty while nothing can be shown."""
         return b""
 
     def failure(self, error: ApiError) -> bytes:

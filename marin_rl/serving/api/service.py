@@ -234,10 +234,7 @@ class Service:
         opening: bool = True,
         options: dict[str, Any] | None = None,
     ) -> Prompt:
-        """Ids of a conversation by the chat template; ApiError as `ChatPrompts.text` and `encode`.
-
-        `opening` ends the ids with the assistant's opening; `options` are the template's.
-        """
+        """Ids of a conversation by the chat template; `opening` adds the assistant's opening."""
         rendered = [message.as_template_message() for message in messages]
         self._check_characters(sum(len(m["content"] or "") for m in rendered), "messages")
         # Without further special tokens: the template writes them.

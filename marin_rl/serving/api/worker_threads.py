@@ -32,10 +32,7 @@ CHAT_WORDS = (b"messages", b'"input"')
 
 
 class ResponseQueue:
-    """Pieces of one response, then its end or an error, as the event loop awaits them.
-
-    Made and read on the loop; other threads use `ResponseWriter.put`.
-    """
+    """Pieces of one response, then its end or an error; other threads write by `ResponseWriter`."""
 
     __slots__ = ("_changed", "_ended", "_error", "_pieces", "loop")
 

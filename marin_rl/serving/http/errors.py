@@ -140,10 +140,7 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @lru_cache
 def _fields(kind: type[Body]) -> frozenset[str]:
-    """Field names of a body, at any depth.
-
-    Error locations hold the names of a union's branches too; only these name fields.
-    """
+    """Field names of a body, at any depth; error locations also name branches of unions."""
     schema = kind.model_json_schema()
     models = [schema, *schema.get("$defs", {}).values()]
     return frozenset(name for model in models for name in model.get("properties", ()))

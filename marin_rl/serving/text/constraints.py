@@ -63,10 +63,7 @@ class Walker:
         self._words = words
 
     def mask(self) -> UInt32[np.ndarray, " W"]:
-        """The tokens that may come next: bit i of word w is token 32 * w + i.
-
-        Raises InferenceError where the grammar ran out of its limits.
-        """
+        """Bit mask of the tokens that may come next: bit i of word w is token 32 * w + i."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         self._check()
         mask = np.zeros(self._words, np.uint32)
@@ -105,10 +102,7 @@ class Constraints:
         self._compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
 
     def response_format(self, form: Mapping[str, Any] | None) -> MakeWalker | None:
-        """Constraint for OpenAI's `response_format`; None where any text is allowed.
-
-        Raises ApiError 400 on a schema that is wrong, too large, or cannot be enforced.
-        """
+        """Constraint for OpenAI's `response_format`; None allows any text. ApiError 400."""
         if form is None or form["type"] == "text":
             return None
         if form["type"] == "json_object":
@@ -186,10 +180,7 @@ class Constraints:
 def take_in(
     tokenizer: PreTrainedTokenizerBase, vocabulary: int, stop_tokens: Sequence[int]
 ) -> LLTokenizer:
-    """The tokenizer as llguidance needs it: the bytes of every token.
-
-    Raises InputError for a tokenizer whose tokens do not stand for bytes.
-    """
+    """The tokenizer in llguidance's form. Raises InputError where tokens do not stand for bytes."""
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InputError("this model's tokenizer cannot be constrained: expected a fast tokenizer")
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -272,10 +263,7 @@ def forced_calls_grammar(
     *,
     several: bool,
 ) -> str:
-    """Return the Lark grammar (llguidance's dialect) of calls of these tools and nothing else.
-
-    `several` allows more than one call where the format has room for it.
-    """
+    """Lark grammar (llguidance's dialect) of one call, or of `several`, and nothing else."""
     before, after = _literal(form.before, form, tokenizer), _literal(form.after, form, tokenizer)
     more = ' ("\\n" call)*' if several and form.closing else ""
     if form.kind in ("tagged", "pairs"):

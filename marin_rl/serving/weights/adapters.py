@@ -120,10 +120,7 @@ class ServedAdapters:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Let no further request use an adapter; running requests end on it.
-
-        Raises AdapterGone for a name that no adapter has.
-        """
+        """Unload an adapter for new requests; running ones end on it. Raises AdapterGone."""
         with one_at_a_time(self._loading, LOADING):
             adapter = self._by_name.pop(name, None)
             if adapter is None:
@@ -173,10 +170,7 @@ def _row_of(version: int) -> int:
 
 
 def with_adapters_room(config: Config, rank: int, adapters: int = VERSIONS_ROOM) -> Config:
-    """The configuration with room for adapters of a rank, where it does not say how much.
-
-    By default for the versions of one.
-    """
+    """The configuration with room for adapters of a rank where it names no room."""
     engine = config.inference.engine
     room = {
         "adapters_max": engine.adapters_max or adapters,

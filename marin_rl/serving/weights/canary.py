@@ -62,11 +62,7 @@ Connect = Callable[..., PolicyClient]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Difference of an engine from the trainer, whose log-probabilities are `trained`.
-
-    `nats` is the mean difference of the log-probabilities, NaN if one is; `message` says where they
-    are farthest apart.
-    """
+    """Mean difference in nats from the `trained` log-probabilities; NaN if one of them is."""
 
     nats: float
     trained: Float32[np.ndarray, " N"]

@@ -127,10 +127,7 @@ class WeightUpdater:
         *,
         recompute_kv_cache: bool = False,
     ) -> None:
-        """Switch to arrays that this process has already: no copy, and no wait for an update.
-
-        Raises, and keeps the old weights, as `Engine.swap` does.
-        """
+        """Switch to arrays of this process, without a copy. Raises as `Engine.swap` does."""
         # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
         new = model, weight_version, parameters_digest, 0
         self._switch("memory", str, lambda: new, recompute_kv_cache=recompute_kv_cache)
