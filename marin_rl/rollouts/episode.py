@@ -457,7 +457,6 @@ class _Member:
         """Return the exact prompt ids of the turn after `result`; none for an endpoint of texts.
 
         A turn that goes on from the last one of a segment extends it; any other begins a segment.
-        Raises BridgeFault where there is no bridge, and no segment may begin.
         """
         number = len(self.turns) - 1 if result.parent is None else result.parent
         parent, (dialogue, tools) = self.turns[number], self.conversations[number]

@@ -293,11 +293,7 @@ class VersionsProof(Proof):
     async def _canary_in_time(
         self, endpoint: EndpointAccess, canary_of: CanaryOf, version: int
     ) -> Canary:
-        """The canary of a version, once the trainer has proven that.
-
-        Raises EndpointUnavailable where the endpoint goes on meanwhile, StalePolicy where the
-        trainer proves nothing for `inference.fleet_timeout_s`.
-        """
+        """The canary of a version, once the trainer has proven that."""
         options = endpoint.options
         deadline = time.monotonic() + options.timeout_s
         while (canary := await canary_of(version)) is None:
