@@ -166,11 +166,7 @@ class Environment(ABC):
     async def rollouts(
         self, example: Example, policy: PolicyAddress
     ) -> Sequence[FinishedRollout | RewardFault]:
-        """A rollout or a fault for each entry of `policy.sampling`, in order.
-
-        For environments that sample from the policy by themselves. May raise anything;
-        EndpointUnavailable says that its own server cannot be reached.
-        """
+        """A rollout or fault per `policy.sampling` of an environment that samples by itself."""
         raise AssertionError(f"{self.name} does not sample by itself: see returns_rollouts")
 
     @property

@@ -67,11 +67,7 @@ def environment_of(config: Config) -> Environment:
 
 
 def _check_goes_on(environment: Environment, config: Config) -> None:
-    """Raise ConfigError for environments whose rollouts no other policy can go on with.
-
-    With partial_tokens, episodes are begun again and given the recorded turns, so their steps must
-    have no effects outside, and answer as before.
-    """
+    """ConfigError for rollouts that no later process or policy could take up again."""
     for part in parts_of(environment, config.environment):
         own = part.environment
         samples, asks = own.returns_rollouts, own.asks_policy

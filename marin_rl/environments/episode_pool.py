@@ -50,11 +50,7 @@ _numbers = itertools.count()
 
 
 class EpisodeHere:
-    """An episode in this process: a pool worker, or the process that samples.
-
-    Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
-    whose parent limits it.
-    """
+    """An episode in this process; calls wait for `timeout_s` at most (None: no limit here)."""
 
     def __init__(
         self, environment: Environment, example: Example, timeout_s: float | None = None
@@ -273,11 +269,7 @@ Rollouts = Sequence[FinishedRollout | RewardFault]
 async def finished_rollouts(
     environment: Environment, config: EnvironmentConfig, example: Example, policy: PolicyAddress
 ) -> Rollouts:
-    """The rollouts of an example, one per entry of `policy.sampling`; faults where they failed.
-
-    Raises EndpointUnavailable where the environment's server cannot be reached, InputError for a
-    worker that cannot be started.
-    """
+    """A rollout or fault per `policy.sampling`. Raises EndpointUnavailable, InputError."""
     assert environment.returns_rollouts, environment.name
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:

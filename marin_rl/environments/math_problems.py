@@ -275,10 +275,7 @@ def nesting(text: str) -> int:
 
 
 def gold_answer(value: Any) -> str | None:
-    r"""The answer in a column: after `####`, in the last \boxed{}, or all of it.
-
-    A list, as OlympiadBench has them, is all its answers.
-    """
+    """The answer in a column: after `####`, in the last box, or all, also of a list."""
     if isinstance(value, list):
         answers = [str(each).strip().strip("$") for each in value if str(each).strip()]
         return ", ".join(answers) or None

@@ -136,10 +136,7 @@ def _digest_of_messages(messages: Sequence[Message]) -> str:
 def metadata_of(
     raw: dict[str, Any], row: PromptRow, columns: Columns, where: str
 ) -> dict[str, Any]:
-    """Return every other column as JSON. Raises InputError where that is not possible.
-
-    An answer that is not a text, or has another name than `answer`, keeps its column and type.
-    """
+    """Other columns as JSON, with an answer of another type or name. Raises InputError."""
     left_out = {row.prompt_column}
     if columns.id is None:
         left_out.add("id")
@@ -212,10 +209,7 @@ def _prompt_column(raw: dict[str, Any], columns: Columns) -> str:
 
 
 def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
-    """Return the value of the answer column, None if no column has it.
-
-    `answer` wins in rows of this project's `own` format; elsewhere two columns are an error.
-    """
+    """Value of the answer column, if any; `answer` wins in rows of our `own` format."""
     if columns.answer is not None:
         return value_at(raw, columns.answer)
     answer = raw.get("answer")
@@ -232,10 +226,7 @@ def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
 
 
 def tools_in(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools that a row offers, as chat templates have them. Raises ValueError.
-
-    Its column `tools` is a list of functions' schemas, also without `type`, or that list as JSON.
-    """
+    """Tools of a row's column `tools`, a list of schemas or its JSON. Raises ValueError."""
     tools = _parsed(metadata.get(TOOLS), TOOLS)
     if not tools:
         return []

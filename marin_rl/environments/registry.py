@@ -111,11 +111,7 @@ def known_environments() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEntry:
-    """Name of an environment, what it plays, and what it needs in addition to this package.
-
-    `turns` is "one" or "several"; `tools` says that the model may call some. Both are "" where the
-    environment's own code decides.
-    """
+    """An environment for people; `turns` and `tools` are "" where its code decides."""
 
     name: str
     plays: str

@@ -119,10 +119,7 @@ def check_commit(commit: str) -> None:
 
 
 class Checkouts:
-    """Trees of the clones in `repositories`, in a folder of this process.
-
-    `prepare` is called once for each commit, with a tree that all workspaces of it are copies of.
-    """
+    """Trees of clones in a folder of this process; `prepare` runs once per commit."""
 
     def __init__(
         self,

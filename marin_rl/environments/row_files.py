@@ -121,10 +121,7 @@ def _csv_lines(path: Path, data: bytes, header: Sequence[str]) -> list[tuple[int
 
 
 class ArrowRows:
-    """Rows of Arrow tables, one per file. A column that is null in a row is not in that row.
-
-    `sha256` covers all files. Raises InputError for files with incompatible columns.
-    """
+    """Rows of Arrow tables, without nulls; `sha256` covers all files. Raises InputError."""
 
     def __init__(self, tables: Sequence[tuple[Path, Any]], sha256: str) -> None:
         self.sha256, self.digest = sha256, sha256[:DIGEST_CHARACTERS]

@@ -50,11 +50,7 @@ def score_here(
     ids: CompletionIds = (),
     dialogues: Dialogues = (),
 ) -> Iterator[Score]:
-    """Score in this process, without a time limit; faults are yielded.
-
-    They name the reward, the example, and the line of the function that raised. Completions are
-    scored one at a time, or all in one call where the environment scores groups.
-    """
+    """Score here without a time limit; yields faults with reward, example and line."""
     where = f"{environment.reward_name or environment.name}, example {example.example_id}"
     if not environment.scores_groups:
         for completion in completions:

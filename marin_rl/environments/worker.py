@@ -47,10 +47,7 @@ def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
 
 
 class Scores:
-    """Scores of completions, and answers that are extracted from them, one call after another.
-
-    `ready` says whether groups are scored in one call, and whether that reads token ids.
-    """
+    """Scores, and extracted answers; `ready`: scores groups at once, and wants token ids."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

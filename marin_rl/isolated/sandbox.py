@@ -67,10 +67,7 @@ class SandboxResult:
         return f"signal {status - _SIGNALS}" if status > _SIGNALS else f"exit status {status}"
 
     def printed_after(self, number: str) -> str | None:
-        """Standard output of a success behind a number that it begins with, and has only there.
-
-        None for any other: a number drawn for the run tells it from what a program prints itself.
-        """
+        """Output of a success behind the run's `number`, which it begins with; else None."""
         text = self.stdout.decode(errors="replace")
         if not self.succeeded or text.count(number) != 1 or not text.startswith(number):
             return None

@@ -101,11 +101,7 @@ class Interpreter:
 
 
 def interpreter_of(path: str | None = None) -> Interpreter:
-    """Return the Python at `path`, by default the one that runs this, without its packages.
-
-    Raises ConfigError where there is none, or where more than a Python would be shown with it. A
-    virtual environment brings its base along.
-    """
+    """The Python at `path` with its base, else this one without packages. ConfigError."""
     chosen = Path(os.path.realpath(sys.executable) if path is None else path)
     if not (chosen.is_absolute() and chosen.is_file() and os.access(chosen, os.X_OK)):
         raise ConfigError(f"expected the absolute path of a Python interpreter, found {path!r}")

@@ -145,11 +145,7 @@ class TemplateBridge:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> Int32[np.ndarray, " n"]:
-        """Return the ids of a whole dialogue as the template renders it for the model's next turn.
-
-        What the model sampled is rendered from its text. `options` of the template win over the
-        bridge's own. Raises as `__call__` does.
-        """
+        """Ids of a whole dialogue, rendered from texts; `options` win. Raises as `__call__`."""
         if options and (others := {**self._options, **options}) != self._options:
             bridge = TemplateBridge(self._policy, others)
             bridge._tokenizer = self._tokenizer  # which takes a second to read

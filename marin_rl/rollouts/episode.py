@@ -454,10 +454,7 @@ class _Member:
         return sum(len(t.answer.prompt_token_ids) + len(t.completion.token_ids) for t in ends)
 
     def _next_prompt(self, result: StepResult) -> Int32[np.ndarray, " P"]:
-        """Return the exact prompt ids of the turn after `result`; none for an endpoint of texts.
-
-        A turn that goes on from the last one of a segment extends it; any other begins a segment.
-        """
+        """Exact ids after `result`, in a new segment unless it extends one; none for texts."""
         number = len(self.turns) - 1 if result.parent is None else result.parent
         parent, (dialogue, tools) = self.turns[number], self.conversations[number]
         prompt, sampled = parent.answer.prompt_token_ids, parent.completion.token_ids

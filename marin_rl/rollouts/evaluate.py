@@ -188,11 +188,7 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup], evaluation: EvaluationConfig, extractors: Extractors
 ) -> dict[str, float]:
-    """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
-
-    `extractors` say what a completion's answer is, where votes are counted. Raises InputError where
-    their functions cannot be imported.
-    """
+    """The `eval/*` metrics; a failed rollout is never right. Raises InputError."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]

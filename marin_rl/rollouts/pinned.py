@@ -155,11 +155,7 @@ def _left_out(config: Config) -> Iterator[str]:
 
 
 def rows_left_out(config: Config, key: str) -> tuple[int, ...]:
-    """Numbers of the rows whose prompts leave no room for a completion, in an environment's file.
-
-    `key` is one of `training_environments`. Measures all rows, once per process. Raises ConfigError
-    for an environment without such rows, InputError.
-    """
+    """Numbers of an environment's rows whose prompts leave no room. ConfigError, InputError."""
     chosen = training_environments(config)[key]
     room = config.policy.context_length - config.sampling.max_tokens
     measured = config.policy.model_dump_json(), chosen.model_dump_json(), room

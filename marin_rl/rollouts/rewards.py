@@ -40,10 +40,7 @@ STAMP = "reward_model"  # in the footer of a shard: the digest of the model that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardIdentity:
-    """Identity of a reward model: equal ones give the same rewards under the same settings.
-
-    `mean` and `std` are of the raw rewards over the pairs it was trained on.
-    """
+    """Identity of a reward model; `mean` and `std` are of raw rewards over its pairs."""
 
     parameters_digest: str
     mean: float
@@ -70,11 +67,7 @@ class RewardModelSlot:
 def reward_model_slot_of(
     config: Config, tokenizer_digest: str, chat_template_digest: str
 ) -> RewardModelSlot:
-    """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
-
-    Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
-    use, InputError where its tokenizer or chat template is another.
-    """
+    """The reward model, checked for this tokenizer and context. ConfigError, InputError."""
     settings = config.environment.reward_model
     assert settings is not None, "the configuration names no reward model"
     kinds = {"reward_model": "step-00200"}
@@ -186,11 +179,7 @@ def pairs_of_run(
     margin_min: float = 0.0,
     rounds: Sequence[int] | None = None,
 ) -> list[PreferencePair]:
-    """A pair of every group of the sealed rounds (all, or `rounds`) that gives one, in order.
-
-    See `pair_of_group`; tokens are the rollouts' own. Raises InputError where no group gives a
-    pair, naming the components there are; ObjectMissing for a round that is not sealed.
-    """
+    """The pairs of the groups of sealed `rounds` (None: all). InputError, ObjectMissing."""
     chosen = [p.round for p in progress(run).values() if p.rollouts] if rounds is None else rounds
     pairs: list[PreferencePair] = []
     names: set[str] = set()

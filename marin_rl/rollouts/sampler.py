@@ -161,11 +161,7 @@ class _PlayedGroup:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def play(self) -> dict[int, Rollout]:
-        """The members that are asked for, by index.
-
-        They are committed as they end, where the log takes members; but members of one turn end
-        together, and a score that compares members needs all of them.
-        """
+        """The members by index, committed as they end where the log and the scores allow."""
         driver, request = self.sampler.driver, self.request
         try:
             if (

@@ -84,11 +84,7 @@ class Claimant:
 
 
 def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
-    """Yield the chunks that a worker may sample now, in order, as long as there is room.
-
-    Chunks with a live claim of another worker, and chunks that this worker samples already, are
-    left out. A worker that is started again resumes its own claims.
-    """
+    """Yield chunks that a worker may sample now, its own claims included, while there is room."""
     config = stream.run.config
     # Counted from claims and intakes alone, so that a restart changes nothing.
     chunk, counted = settled.floor // chunk_size(config), 0
@@ -301,11 +297,7 @@ def now_utc() -> datetime:
 
 
 async def watch_target(run: Run, policy: ServedPolicy, interruption: Interruption) -> None:
-    """Request an interruption once the flow of a run pauses, or samples by another policy.
-
-    With `in_flight_updates` another policy ends nothing. For nodes of a pool or cluster: they get
-    no request of another machine.
-    """
+    """Request an interruption once the flow pauses or, without in-flight updates, moves on."""
     board = board_of(run.config.inference, run.folder)
     while True:
         try:

@@ -236,10 +236,7 @@ def check_steady(config: Config, teacher: Teacher) -> None:
 
 
 def check_recorded(run: Run, teacher: Teacher) -> None:
-    """Raise InputError for another teacher than that of the run's last sealed round.
-
-    One behind an endpoint, whose id may outlive its weights, scores a group of that round again.
-    """
+    """InputError for a teacher unlike the last round's, by id and, remotely, by scores."""
     first = run.ancestors[-1].through_round if run.ancestors else 0  # a fork may have another
     sealed = [
         each.round for each in progress(run).values() if each.rollouts and each.round >= first

@@ -82,10 +82,7 @@ class ToolTurns:
     def read(
         self, completion: Completion, stop: Sequence[str], tools: Sequence[Tool], turn: int
     ) -> Completion:
-        """Return a completion with its calls apart from its text; `turn` numbers their ids.
-
-        An endpoint of texts has read them itself. A turn that was cut makes no calls.
-        """
+        """A completion with its calls apart, with ids by `turn`; one that was cut has none."""
         finish_reason = completion.finish_reason
         if finish_reason in _CALLED:
             finish_reason = "stop"

@@ -165,11 +165,7 @@ def proven_follower(
 
 
 def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
-    """True where each version of a run's adapter is served next to its base.
-
-    By default it is; registered servers do so only where `serve_merged` is false, as new runs of a
-    fleet have it.
-    """
+    """True where versions of a run's adapter are served next to their base (`serve_merged`)."""
     policy = run.config.policy
     if policy.lora is None or policy.quantize_base is not None:
         return False
@@ -293,11 +289,7 @@ def _server(
 
 
 def with_room(config: Config, adapters: Mapping[str, Adapter]) -> Config:
-    """The configuration with room for these adapters, where it does not say how much there is.
-
-    For a few more of the same rank too, which are loaded later. Raises ConfigError where it says
-    less than they need.
-    """
+    """The configuration with room for these adapters and some more. Raises ConfigError."""
     if not adapters:
         return config
     engine, rank = config.inference.engine, max(one.rank_max for one in adapters.values())

@@ -104,11 +104,7 @@ class Member:
 
 @dataclass(slots=True)
 class Fleet:
-    """Members by URL, and the sessions that have a place. `zone` is the label of near ones.
-
-    Members of a fleet that is not `watched`, a plain list of endpoints, are ready for good, report
-    no load and are asked in turn.
-    """
+    """Members by URL and places of sessions; unless `watched`, they are ready and asked in turn."""
 
     zone: str | None = None
     watched: bool = True

@@ -58,10 +58,7 @@ class ServedModel:
 
 
 def served_model_id(name: str, weight_version: int, digest: str) -> str:
-    """The id under which parameters are served: `policy@00012-1a2b3c4d`.
-
-    Two sets of parameters never share an id, so asking for the wrong ones is a 404, not a mystery.
-    """
+    """`policy@00012-1a2b3c4d`: two sets of parameters never share an id."""
     return f"{name}@{weight_version:05d}-{digest[:DIGEST_DIGITS]}"
 
 

@@ -33,11 +33,7 @@ DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
 class Dialect(ABC):
-    """A parsed request for the engine, and the writer of its response.
-
-    Made of a body, on the tokenizing thread; raises ApiError. `model` is the name, or the id of the
-    weights, that was asked for. The writing thread calls the methods.
-    """
+    """Parsed request for `model`, and writer of its response on the writing thread. ApiError."""
 
     path: ClassVar[str]
     request_model: ClassVar[type[Body]]
@@ -200,11 +196,7 @@ def plain_logprobs(
 def prompt_logprobs(
     detokenizer: Detokenizer, prompt: Int32[np.ndarray, " T"], result: GenerationResult, top: int
 ) -> list[dict[str, Any] | None]:
-    """As vLLM has it: null, then each token by its id, first, with the likeliest after it.
-
-    The rank of a token that is none of the `top` likeliest is given as the next, for clients sort
-    by it.
-    """
+    """As vLLM: null, then each token by id with the likeliest; `top + 1` is the rank beyond."""
     scores, name = result.prompt_scores, detokenizer.name
     assert scores is not None, "the engine was asked for them"
     columns = prompt, scores.logprobs, scores.top_ids, scores.top_logprobs

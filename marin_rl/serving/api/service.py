@@ -165,11 +165,7 @@ class Service:
         )
 
     def checked(self, body: F, model: str, *, param: str = "model") -> tuple[F, tuple[str, int]]:
-        """The body with its stop strings as ids where they are tokens, and the model it names.
-
-        ApiError 404 for a model that is not served, 400 for unknown ids and too many samples, 503
-        for a full queue.
-        """
+        """The body with special stop strings as ids, and its model. ApiError 404, 400, 503."""
         strings, asked = body.stop_strings, body.stop_token_ids or ()
         own = self.engine.stop_token_ids
         # Texts leave special tokens out, so a stop string that is one would never match.
@@ -265,10 +261,7 @@ class Service:
     def new_tokens(
         self, prompt: Prompt, max_tokens: int | None, *, param: str, default: int | None = None
     ) -> int:
-        """Limit of new tokens of a prompt: the requested one, else `default` or the room left.
-
-        ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
-        """
+        """Limit of new tokens: the requested one, else `default` or the room left. ApiError 400."""
         length = len(prompt)
         check_limits(
             (param, "prompt tokens", length, self.limits.prompt_tokens_max),

@@ -43,10 +43,7 @@ LIMITS = JsonLimits(
 
 
 class ApiError(Exception):
-    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header.
-
-    `too_long` are the tokens of a prompt, at least, and the most that the model reads.
-    """
+    """Refusal as clients see it; `too_long` are tokens of a prompt and of the context."""
 
     def __init__(
         self,

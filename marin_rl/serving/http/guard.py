@@ -183,11 +183,7 @@ def internal_error(request_id: str) -> ApiError:
 
 
 async def read_body(scope: Scope, receive: Receive, bytes_max: int | None = None) -> bytes:
-    """Return the whole body.
-
-    Raises ApiError for a body beyond the server's limit or the route's own `bytes_max` (413), where
-    all bodies together are too large (503), or where the client leaves.
-    """
+    """Return the whole body. ApiError 413 beyond a limit, 503 for no room, 499 for no client."""
     share, record = scope["state"]["body_share"], record_of(scope)
     assert isinstance(share, BodyShare)
     data = bytearray()  # which grows in place: a body may come in thousands of pieces

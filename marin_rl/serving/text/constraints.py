@@ -51,10 +51,7 @@ _trials = Pool(WorkerSpec(module="marin_rl.isolated.grammars", limits=LIMITS), T
 
 
 class Walker:
-    """State of a sample in a grammar: the tokens allowed next, and those accepted.
-
-    Stop tokens are allowed exactly where the text may end. Used by one thread.
-    """
+    """Tokens that a grammar allows next, stop tokens where the text may end. One thread."""
 
     __slots__ = ("_matcher", "_words")
 
@@ -134,10 +131,7 @@ class Constraints:
         return lambda: Walker(matcher.deep_copy(), words)
 
     def _matcher(self, kind: str, text: str) -> LLMatcher:
-        """Return the compiled form, from the cache or made now, once for all that ask for it.
-
-        A refusal is kept as well. Raises InputError.
-        """
+        """The compiled form or its refusal, made once for all that ask. Raises InputError."""
         with self._lock:
             compiled = self._compiled.get((kind, text))
             mine = compiled is None

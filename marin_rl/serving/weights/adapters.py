@@ -191,11 +191,7 @@ class AdapterVersion:
 
 
 def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
-    """The adapter in a committed slot, verified by its digest.
-
-    Raises CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is
-    another one than its manifest, or the caller, promises.
-    """
+    """The verified adapter of a committed slot. Raises CorruptObject, StalePolicy."""
     from marin_rl.training.policy_source import read_trained
     from marin_rl.training.state import identity_of, template_of
 

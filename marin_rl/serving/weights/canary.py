@@ -143,11 +143,7 @@ def prove(
 
 
 def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> ServedPolicy:
-    """Prove that a run's endpoints sample with `model`, its policy as it is trained.
-
-    The result has the canary by which clients prove endpoints of a fleet that come later. Raises as
-    `prove` does.
-    """
+    """Prove a run's endpoints; for a fleet the result has the canary. Raises as `prove`."""
     config, bridge, size = run.config, TemplateBridge(run.config.policy), CANARY
     fleet = config.inference.has_fleet
     if config.in_flight_updates:

@@ -124,10 +124,7 @@ def without_paths(text: str, place: str) -> str:
 
 
 def folder(path: str, promised: str | None = None, policy: str | None = None) -> Source:
-    """A Hugging Face folder; `promised` is the parameters' digest that the caller expects.
-
-    `policy` identifies them where they are no policy's own parameters, but an adapter and its base.
-    """
+    """A Hugging Face folder, and the digests of parameters and `policy` that are promised."""
 
     def read(served: Served) -> Loaded:
         loaded = read_folder(path, promised, served)

@@ -43,10 +43,7 @@ def exports_of(run: Run) -> Path:
 
 
 def export(folder: Path, save: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
-    """Have `save` write a folder unless it is complete; all but the newest older one are removed.
-
-    Folders next to it sort by age. Safe where other processes export the same.
-    """
+    """Have `save` write a folder unless complete, and keep one older; safe among processes."""
     if not is_complete(folder):
         # hidden until it is complete, and of this process alone
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")

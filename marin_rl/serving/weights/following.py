@@ -121,10 +121,7 @@ class CheckpointWatcher:
                 _log.exception("looking at %s failed", url)
 
     def look(self) -> None:
-        """Take the checkpoint that is asked for, else the newest one that is newer than the last.
-
-        Raises what the store raises where that may pass; nothing is refused for it.
-        """
+        """Take the requested checkpoint, else the newest. Raises errors that may pass."""
         target = self._target()
         if target is not None:
             if self._answer is not None:

@@ -79,10 +79,7 @@ class Update:
 
 
 class WeightUpdater:
-    """Changes the weights of one engine, and counts applied and refused updates since the start.
-
-    Safe from any thread. Raises InputError for a first model that could not be updated.
-    """
+    """Changes weights of one engine, and counts updates. Thread safe. Raises InputError."""
 
     def __init__(
         self,
