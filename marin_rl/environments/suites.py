@@ -1,8 +1,8 @@
 """Benchmarks by name, from the files that they are published as: `environment.name: suite`.
 
-Owns the options, the examples, and how an answer is scored. `environment_version` of the rows has
-the prompt and the SHA-256 of the files of rows and of worked examples. Leaves out the shape of rows
-and the words of prompts (`suite_formats`).
+Owns the shape of rows and the words of prompts (suites.yaml), the options, the examples, and how an
+answer is scored. `environment_version` of the rows has the prompt and the SHA-256 of the files of
+rows and of worked examples.
 """
 
 import difflib

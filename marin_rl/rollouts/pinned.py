@@ -1,4 +1,4 @@
-"""Settings and rows that a run keeps from its first start.
+"""Settings and rows that a run keeps from its first start, and warnings about its data before it.
 
 A new run records its choice for each key marked `AS_BEGUN` that its configuration leaves null.
 Each of them changes what is sampled or learned, so earlier runs continue without such a choice.

@@ -1,5 +1,8 @@
 """Teachers of distillation: log-probabilities of sampled tokens, a column of the shard.
 
+A teacher may be a model of this process, or behind an endpoint of vLLM, SGLang or `marin-rl serve`:
+its identity is then the id of its model, which answers must name where the route does.
+
 Scoring is done by the owner of the teacher (a `Teacher`); nothing here knows of devices. It happens
 for a shard at once, when all of its completions are there and before it is committed: what is
 committed is never scored again. What a teacher alone reads comes before the prompt; the ids of the
