@@ -276,11 +276,7 @@ def start_worker() -> None:
 
 
 def prove(tokenizer: TemplateOwner) -> None:
-    """Render probe conversations by a folder's template. Raises InputError where one shows a fault.
-
-    A single message of a user must be rendered. A template may refuse the others (system messages,
-    several turns, tool calls), but it may not exceed a limit with them.
-    """
+    """Render probe conversations: refusals of all but the plainest pass. Raises InputError."""
     for name, conversation in PROBES.items():
         template = ChatTemplate.of(tokenizer, tools=conversation.tools is not None)
         try:

@@ -117,11 +117,7 @@ class EvaluationResult:
 
 
 def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationResult:
-    """Evaluate a target on held-out examples.
-
-    Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
-    not there, InputError for an unfit folder or prompt file, and what the client raises.
-    """
+    """Evaluate a target on held-out examples. ConfigError, ObjectMissing, InputError."""
     if bool(request.suites) != bool(request.data) or (request.suites and request.environment):
         raise ConfigError("--suite and --data FILE or FOLDER go together, and without --env")
     if target.endpoint is not None:

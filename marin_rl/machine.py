@@ -169,11 +169,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def machine_key() -> str:
-    """A name for this machine's programs: instruction set, threads, digest of facts and features.
-
-    The device is left out: it is not known before JAX has started, and JAX keeps programs of
-    different devices apart.
-    """
+    """Name for this machine's programs: instruction set, threads, digest of other facts."""
     facts = {name: value for name, value in machine_facts().items() if name != "device"}
     text = repr((sorted(facts.items()), sorted(_features())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -97,12 +97,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer from a local folder, and check that it can be used for chat.
-
-    Folders of transformers 4 and of transformers 5 are read alike. Raises InputError when the
-    folder or its files are missing or no ordinary files, or when it has no chat template or no end
-    token.
-    """
+    """Read and check a chat tokenizer of transformers 4 or 5 from a folder. InputError."""
     path = Path(folder)
     check_tokenizer_folder(path)
     try:

@@ -65,11 +65,7 @@ class ParsedAnswer:
 
 
 def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
-    """The format in which the tokenizer's chat template writes tool calls, or None.
-
-    Determined by rendering a conversation with a call in it, so that text of the template about
-    calls elsewhere, in comments or instructions, cannot mislead.
-    """
+    """Format of tool calls in a chat template, found by rendering one; None without."""
     try:
         template = ChatTemplate.of(tokenizer, tools=True)
         text = template.render(CALL_PROBE).text

@@ -153,11 +153,7 @@ def check_named(
 
 
 def code_of_updates(config: Config) -> tuple[str, ...]:
-    """Sections whose code the updates of a round run.
-
-    The environment says which tools its prompts offer, where a teacher beside the policy reads them
-    after a context.
-    """
+    """Sections whose code updates run; the environment's tools where a teacher reads them."""
     teacher = config.distillation
     rendered = teacher is not None and teacher.loss is not None and teacher.context
     return ("objective", "environment") if rendered else ("objective",)

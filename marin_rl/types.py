@@ -149,11 +149,7 @@ class InferenceMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTiming:
-    """Seconds of a sampled turn by phase; None where they are not known.
-
-    `queue_s`, `prefill_s` and `decode_s` are those of the engine's request, which the first turns
-    of a group share. `environment_s` is the environment's time for its answer to the turn.
-    """
+    """Seconds of a sampled turn by phase, None if unknown; first turns share a request's."""
 
     queue_s: float | None = None
     prefill_s: float | None = None

@@ -335,10 +335,7 @@ def registered(name: str) -> list[CodeSpec]:
 
 
 def record_of(spec: CodeSpec) -> dict[str, str]:
-    """Identity of code for run.json: `spec`, `sha256` of its file; of a package also its version.
-
-    An installed module is looked up, not run.
-    """
+    """Identity of code for run.json, looked up and not run; of packages their version too."""
     if spec.is_file:
         return {"spec": spec.typed, "sha256": spec.sha256}
     record = {"spec": spec.typed}

@@ -150,11 +150,7 @@ def optional_field(
     plan: bool = False,
     **limits: Any,
 ) -> Any:
-    """A key that is null by default, and then left out of all that is written.
-
-    `as_begun` marks it `AS_BEGUN`, at a word in place of null, or the named entries of a mapping;
-    `runtime_only` and `plan` mark it `RUNTIME_ONLY` and `PLAN` as well.
-    """
+    """A null default that is left out of files, marked by `as_begun`, `runtime_only`, `plan`."""
     marks = dict(AS_BEGUN if as_begun is True else OMIT_IF_NONE)
     if isinstance(as_begun, str):
         marks["as_begun"] = as_begun

@@ -241,11 +241,7 @@ class WrittenNumber:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the argument of the last \boxed or \fbox that has one, None without any.
-
-    As in TeX it is the next token or the next group in braces. A control sequence that takes
-    arguments of its own brings them along: \boxed\frac12 is \frac12.
-    """
+    r"""Argument of the last \boxed or \fbox, by TeX's rules, with braces or without."""
     closing = _closing_braces(text)
     for box in reversed(list(_BOX.finditer(text))):
         argument = _argument(text, box.end(), closing)

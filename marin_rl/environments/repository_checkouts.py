@@ -134,10 +134,7 @@ class Checkouts:
         self._prepared: dict[tuple[str, str], Path] = {}
 
     def pristine(self, name: str, commit: str) -> Path:
-        """Return the tree of a commit, which nothing may write to; made once. Raises InputError.
-
-        It is a repository of one commit, without the history, which has the solution.
-        """
+        """The tree of a commit as a repository without history, made once. Raises InputError."""
         key = (name, commit)
         if key not in self._pristine:
             check_commit(commit)
@@ -196,11 +193,7 @@ def _date(tree: Path) -> None:
 
 
 def open_to_all(tree: Path) -> None:
-    """Let every user write to a tree: root runs each sandboxed program as another user.
-
-    Links are left alone. Nothing may run in the tree meanwhile. Raises OSError for a path that is
-    too long.
-    """
+    """Let every user write to a tree at rest: sandboxed programs are other users. OSError."""
     tree.chmod(0o777)
     for entry in entries_under(tree):
         mode = entry.stat(follow_symlinks=False).st_mode

@@ -206,10 +206,7 @@ class Interpreter:
     def __init__(
         self, python: str | None, adapter: str, options: Mapping[str, Any], passed: tuple[str, ...]
     ) -> None:
-        """Start it. `adapter` is a file beside this; `passed` are names of environment variables.
-
-        Raises InputError where the library cannot be used, with its own words.
-        """
+        """Start it with an `adapter` beside this file and `passed` variables. InputError."""
         self._python = python or sys.executable
         spec = WorkerSpec(
             module=str(FOLDER / "host.py"),
@@ -264,11 +261,7 @@ def _answer_in(record: Mapping[str, Any]) -> Any:
 
 
 def installed_version(python: str | None, package: str, supported: str) -> str:
-    """Version of a package in an interpreter, None for this one.
-
-    Raises InputError, with the command that installs it, where it is missing or not `supported`,
-    which is a version specifier; and where there is no such interpreter.
-    """
+    """Version of a package for an interpreter (None: this). InputError says how to install."""
     shown = python or sys.executable
     install = f"install it with: {shown} -m pip install '{package}{supported}'"
     version = None if python is None else _version_in(python, package)

@@ -61,10 +61,7 @@ class Library:
 
 
 class Episode:
-    """A rollout of verifiers as a task, and the prompts and completions that it exchanges.
-
-    One that is scored with its group keeps its `state` until it is closed.
-    """
+    """A rollout as a task with its prompts and completions; `state` is for group scores."""
 
     def __init__(self, environment: Any, row: dict[str, Any], *, grouped: bool) -> None:
         self._environment, self._row, self._grouped = environment, row, grouped

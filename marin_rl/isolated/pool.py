@@ -19,11 +19,7 @@ LOSSES_MAX = 3  # of a call's worker, each by the fault of another call
 
 
 class Pool:
-    """Up to `size` workers of one kind. Thread safe.
-
-    Workers start when they are first needed, or by `start`, and are kept; one that has ended is
-    replaced. A forked child process starts its own.
-    """
+    """Up to `size` workers, started when needed, kept, replaced. Thread safe; forks start anew."""
 
     def __init__(self, spec: WorkerSpec, size: int) -> None:
         self._spec, self._size = spec, size

@@ -164,11 +164,7 @@ class _Pending:
 
 
 class Worker:
-    """A worker process and the calls that it has not answered. It is not started again.
-
-    Starts at once; `ready` is set once its work has begun, with what the work says of itself.
-    Raises OSError where no process can be started.
-    """
+    """A worker process, started at once and never again, and its open calls. Raises OSError."""
 
     def __init__(self, spec: WorkerSpec, printed: PrintedText) -> None:
         self._spec, self._limits, self._printed = spec, spec.limits, printed

@@ -129,11 +129,7 @@ def interpreter_of(path: str | None = None) -> Interpreter:
 
 
 def _shown(prefix: Path, chosen: Path) -> list[Path]:
-    """Return the folders of a prefix that a program sees.
-
-    A prefix may be a folder that holds other things too, so only the parts of a Python are shown of
-    it, and nothing of a home. Raises ConfigError.
-    """
+    """Folders of a prefix that a program sees: parts of a Python, none of a home. ConfigError."""
     if prefix.is_relative_to("/usr") or prefix == Path("/"):
         return []
     if not any(prefix.glob("lib*/python3*")):

@@ -154,11 +154,7 @@ def begin(_settings: object) -> Callable[[Mapping[str, Any]], bytes]:
 
 
 def answer(request: Mapping[str, Any]) -> bytes:
-    """Render a conversation in a worker, by its `template`, `variables` and `characters_max`.
-
-    Without variables, returns the names of those that the template reads.
-    Returns JSON: `text` and `spans`, `names`, or what `failure_of` returns. Raises MemoryError.
-    """
+    """Render in a worker, or without variables name those that are read; JSON. MemoryError."""
     try:
         source = request["template"]
         if "variables" not in request:

@@ -372,11 +372,7 @@ class Sample:
 
 
 def samples_of(rollout: Rollout, *, begins_anew: bool = False) -> list[Sample]:
-    """The segments of a rollout, each with the messages of its prompt.
-
-    With `begins_anew` a segment that goes back to no earlier turn is another conversation, whose
-    messages are its own; else it is the dialogue so far, rendered again.
-    """
+    """Segments of a rollout with their prompts; with `begins_anew` unrelated ones stand alone."""
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
     ends = list(accumulate(lengths))
     samples = [

@@ -243,11 +243,7 @@ def group_request(config: Config, group_id: str, example: Example, seed: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingJob:
-    """The policy and the environment that groups are sampled by, as `config` says.
-
-    `progress` is published with its numbers as each group is done. `bridge` joins the turns of
-    episodes that have several; None as the policy's chat template does.
-    """
+    """Policy and environment that sample; without `bridge` the chat template joins turns."""
 
     config: Config
     policy: ServedPolicy

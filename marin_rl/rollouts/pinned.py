@@ -43,12 +43,7 @@ _measured: dict[tuple[str, str, int], tuple[int, ...]] = {}
 
 
 def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
-    """Return what environments say of their data, and small held-out sets.
-
-    Without `scored`, for a flow that learns from demonstrations alone, nothing on rewards and
-    evaluations. Reads the prompts, once per process. Raises ConfigError, InputError as
-    `loaded_environment`.
-    """
+    """What environments say of their data, and small held-out sets. ConfigError, InputError."""
     warnings = [*_left_out(config)]
     for chosen, rewarded in _environments(config):
         notices = loaded_environment(chosen).notices(scored=scored and rewarded)
@@ -245,11 +240,7 @@ def serve_merged_of(config: Config) -> bool | None:
 
 
 def row_layout_of(config: Config) -> str | None:
-    """The layout `auto` for a run on one CPU device that says no length of rows; else None.
-
-    Not on accelerators, where it has not been measured, nor on several devices, which could not
-    share a microbatch of few long rows.
-    """
+    """The layout `auto` on one CPU device, where rows have no set length; else None."""
     alone = config.mesh.data == config.mesh.fsdp == 1
     chooses = computes_on_host() and alone and config.batching.row_tokens is None
     return "auto" if chooses and not config.batching.length_buckets else None

@@ -104,12 +104,7 @@ def round_of_rollout(rollout_id: str) -> int:
 
 
 def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Replays:
-    """Play the rollouts of a sealed round again, or one of them.
-
-    Code that the run names must be allowed (`trust.check_named`). Raises ObjectMissing while the
-    round is not sealed, InputError for an unknown id and for environments that say they cannot be
-    played again, CorruptObject.
-    """
+    """Play a sealed round's rollouts, or one, again. ObjectMissing, InputError, CorruptObject."""
     player = run.at_round(round)
     manifest = rollouts_manifest(player, round)
     groups = [g for table in iter_row_groups(player, manifest) for g in groups_of(table)]

@@ -207,12 +207,7 @@ def pair_of_group(
     digests: tuple[str, str],
     source: str,
 ) -> PreferencePair | None:
-    """The best and the worst member of a group by a reward component (None: by the reward).
-
-    None where fewer than two members have it, where they differ by nothing or by less than
-    `margin_min`, or where both gave the same answer. The first of equals counts. `digests` are
-    those of tokenizer and chat template.
-    """
+    """The best and worst member by a component (None: reward), if they differ enough."""
     valued = list[tuple[float, Rollout]]()
     for rollout in group.rollouts:
         values = [part.value for part in rollout.reward_components if part.name == component]

@@ -217,12 +217,7 @@ async def sample_chunk(
     settled: Settled | None = None,
     interruption: Interruption | None = None,
 ) -> int:
-    """Sample and commit the groups of a chunk that are not finished; the number of its groups.
-
-    Groups that `interruption` leaves out are not counted; they are committed as far as they got,
-    where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
-    are committed by then stay.
-    """
+    """Sample and commit a chunk's open groups; their number. Raises as `generate_shard`."""
     config, environment = run.config, environment_of(run.config)
     interruption = interruption or Interruption()
     fingerprint = stream_fingerprint(

@@ -34,12 +34,7 @@ class NewAdapter:
 
 
 async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> str:
-    """Have every endpoint serve an adapter; the model id that requests name it by.
-
-    Names are never used twice: an endpoint that has this one has this adapter. Raises InputError
-    where an endpoint cannot load adapters or refuses this one, StalePolicy where it would serve
-    another policy than promised, and what the client raises.
-    """
+    """Have endpoints serve an adapter under a new name; its model id. InputError, StalePolicy."""
     # first, for what an earlier attempt loaded: see `_load`
     served = await client.models_of_each()
     ids = await asyncio.gather(

@@ -39,11 +39,7 @@ class Endpoint:
 
 
 class EndpointSource:
-    """The endpoints behind the entries of a configuration. `resolve` may be called from any thread.
-
-    `identity` is what registered servers must share, `version` the policy that the trainer has
-    them serve at least; both only for `registered`.
-    """
+    """Endpoints behind configured entries, from any thread; `identity` is for `registered`."""
 
     def __init__(
         self,

@@ -88,11 +88,7 @@ class Proof(ABC):
 
 
 class FleetWatch:
-    """Keeps the `fleet` of a client in step with the endpoints that `source` names.
-
-    `proven` are the URLs that the trainer has proven just now. Without a source the fleet is these,
-    for good, and nothing is looked at.
-    """
+    """Keeps a `fleet` in step with `source`; without one it is the `proven` URLs for good."""
 
     def __init__(
         self,

@@ -129,11 +129,7 @@ class Service:
         return self.base_id if model in self.adapters.names else self.name
 
     def target(self, model: str, param: str = "model") -> tuple[str, int]:
-        """The model of a request and its adapter's number in the engine, 0 for the base.
-
-        `base:adapter` is SGLang's way to name an adapter. ApiError 404, with the known ids, for a
-        model that is not served.
-        """
+        """A requested model (or `base:adapter`) and its adapter's number, 0: base. ApiError 404."""
         base, _, name = model.partition(":")
         if model in self.names:
             current = self.adapters.current

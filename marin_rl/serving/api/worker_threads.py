@@ -149,10 +149,7 @@ class ResponseWriter:
         self._thread.start()
 
     def put(self, queue: ResponseQueue, write: Write) -> None:
-        """Queue `write`, which makes a response's next bytes and marks if they are the last.
-
-        Thread safe, and returns at once. What `write` raises becomes the queue's error.
-        """
+        """Queue `write`, which makes the next bytes and marks the last; errors end the queue."""
         self._waiting.put((queue, write))
 
     def close(self) -> None:

@@ -235,11 +235,7 @@ def adapter_checkpoints(
     tokenizer: PreTrainedTokenizerBase,
     inference: InferenceConfig,
 ) -> Callable[[int, str | None], None]:
-    """Take the adapter of a round as a version next to its base.
-
-    It is proven first, by an engine that no request reaches: it decodes with the adapter what the
-    merged model computes. Raises as `version_of`, `rehearse` and `serve_version` do.
-    """
+    """Take the adapter of a round next to its base, once an engine has rehearsed it."""
     dtype = jnp.dtype(run.config.policy.compute_dtype)
     ids = canary_ids(tokenizer)  # now, for two threads must not use one tokenizer
 

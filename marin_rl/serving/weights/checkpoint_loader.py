@@ -291,10 +291,7 @@ class Places:
 
 
 def _local(place: str) -> Path | None:
-    """The folder that a local place names, links resolved; None for URLs of object stores.
-
-    A place that begins with `~` names no folder: it would be another user's home.
-    """
+    """The folder of a local place, links resolved; None for URLs and other users' homes."""
     scheme, separator, remainder = place.partition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
         return None

@@ -147,11 +147,7 @@ def check_hub_name(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> None:
-    """Upload a folder as the model repository `name`, which is created unless it exists.
-
-    The address and the token are those of the library: HF_ENDPOINT, HF_TOKEN, `hf auth login`.
-    Raises StoreUnavailable where that fails; the folder stays as it is.
-    """
+    """Upload a folder as a model repository, made unless it exists. StoreUnavailable."""
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError

@@ -207,11 +207,7 @@ class Announcement:
 
 
 class Registration:
-    """Heartbeats of one server of `run`, written from a thread between `start` and `stop`.
-
-    `config` is what trainers compare with their own, its tokenizer too. With `adapters` it serves
-    the versions of the run's adapter next to their base.
-    """
+    """Heartbeats of one server from a thread; `config` is compared by trainers."""
 
     def __init__(
         self,
