@@ -43,7 +43,7 @@ _measured: dict[tuple[str, str, int], tuple[int, ...]] = {}
 
 
 def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
-    """What environments say of their data, and small held-out sets. ConfigError, InputError."""
+    """Notices of environments on their data, and small held-out sets. ConfigError, InputError."""
     warnings = [*_left_out(config)]
     for chosen, rewarded in _environments(config):
         notices = loaded_environment(chosen).notices(scored=scored and rewarded)
