@@ -192,7 +192,7 @@ class GrowingRunner(Runner):
         where = f"in a cache of {self.positions} positions"
         with self._compiling(f"decoding of {self.rows} at a time {where}"):
             layers = list(self.memory.caches[0])
-            sampled = self._layers.decode(self._decoder(policy), layers, inputs)
+            sampled = self._layers.decode(self._decoder(policy), layers, inputs, self._asked(chunk))
             jax.block_until_ready(sampled)
             self.memory.caches[0] = tuple(layers)
         read = self._chunk(sampled, reported=chunk.extras.reported)

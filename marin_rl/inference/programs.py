@@ -238,19 +238,27 @@ class LayerPrograms:
             return x_SD, turns, decoder.Step(positions_S, jnp.max(positions_S))
 
         def sampled(
-            ends: Ends, x_SD: Array, state: State, uniform_CS: Array, chunk: ChunkInputs
+            ends: Ends,
+            x_SD: Array,
+            state: State,
+            uniform_CS: Array,
+            chunk: ChunkInputs,
+            asked: Asked,
         ) -> tuple[State, Array]:
-            state = next_state(state, decoder.logits(spec, ends, x_SD), uniform_CS, chunk)
+            state = next_state(state, decoder.logits(spec, ends, x_SD), uniform_CS, chunk, asked)
             return state, goes_on(state, chunk.limits)
 
-        self._begin, self._inputs, self._sampled = map(jax.jit, (begin, inputs, sampled))
+        self._begin, self._inputs = map(jax.jit, (begin, inputs))
+        self._sampled = jax.jit(sampled, static_argnames="asked")
         self._prompt_inputs = jax.jit(partial(decoder.prompt_inputs, spec))
         kinds = dict.fromkeys(spec.kinds[run] for run in self._runs)
         compiled = partial(jax.jit, donate_argnums=1)
         self._steps = {run: compiled(partial(_run, decoder.step_layer, spec, run)) for run in kinds}
         self._prompts = {run: compiled(partial(_run, _prompt_layer, spec, run)) for run in kinds}
 
-    def decode(self, fused: Decoder, cache: list[Blocks], chunk: ChunkInputs) -> SampledChunk:
+    def decode(
+        self, fused: Decoder, cache: list[Blocks], chunk: ChunkInputs, asked: Asked
+    ) -> SampledChunk:
         """As `decode_chunk`; `cache` has its layers replaced."""
         ends, slots = fused.ends, chunk.slots
         # Committed to a device as later states are, or the first would be a program of its own.
@@ -260,7 +268,7 @@ class LayerPrograms:
         for _ in range(steps):
             x_SD, turns, step = self._inputs(ends, state)
             x_SD = self._through(self._steps, fused, cache, x_SD, turns, step)
-            following, after = self._sampled(ends, x_SD, state, uniform_CS, chunk)
+            following, after = self._sampled(ends, x_SD, state, uniform_CS, chunk, asked=asked)
             # Read a step late, so that the device never waits for the host: where sequences ended,
             # this step wrote nothing that another will not write again.
             if not more:

@@ -265,7 +265,7 @@ class Runner:
         fused = self._decoder(policy)
         own = [self._lane_inputs(lane, chunk.inputs) for lane in range(self.lanes.count)]
         inputs = [self._chunk_inputs(lane, slots, chunk) for lane, (_, slots) in enumerate(own)]
-        asked = chunk.asked if self.plan.whole else UNKNOWN
+        asked = self._asked(chunk)
 
         def run(lane: int) -> SampledChunk:
             self.memory.caches[lane], sampled = decode_chunk(
@@ -282,6 +282,9 @@ class Runner:
             return jax.block_until_ready(sampled)
 
         return partial(self._read, self._in_lanes(run))
+
+    def _asked(self, chunk: NextChunk) -> Asked:
+        return chunk.asked if self.plan.whole else UNKNOWN
 
     def _chunk_inputs(self, lane: int, slots: SlotInputs, chunk: NextChunk) -> ChunkInputs:
         extras = chunk.extras.on_device(lane)
