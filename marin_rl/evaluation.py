@@ -43,7 +43,7 @@ from marin_rl.storage.runs import Run, checkpoint_named, policy_at
 from marin_rl.storage.tables.rollouts import encode_shard
 from marin_rl.tokenizers import tokenizer_for
 from marin_rl.trust import Consent, check_named, settings_of
-from marin_rl.types import RolloutGroup, ServedPolicy, SlotRef
+from marin_rl.types import BEYOND_OPENAI, RolloutGroup, ServedPolicy, SlotRef
 
 NEW_TOKENS_MAX = 512
 TABLES = (".jsonl", ".parquet")
@@ -274,10 +274,11 @@ def _at_endpoint(target: Target, request: EvaluationRequest) -> EvaluationResult
     tree["policy"]["context_length"], tree["batching"]["length_buckets"] = longest, ()
     tree["sampling"]["max_tokens"] = max_tokens
     config, sets = evaluation_config(parse_config(tree, "endpoint"), request)
-    for name, off in (("top_k", "0"), ("min_p", "null")):
+    for name in BEYOND_OPENAI:
         if getattr(config.sampling, name):
             raise ConfigError(
-                f"sampling.{name}: OpenAI's protocol has no such field; set it to {off}"
+                f"sampling.{name}: OpenAI's protocol has no such field; set it to "
+                + ("0" if name == "top_k" else "null")
             )
     variable = target.api_key_variable or config.inference.api_key_variable
     inference = config.inference.model_copy(update={"api_key_variable": variable})

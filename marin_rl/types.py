@@ -125,7 +125,7 @@ class NamedReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of completions. `top_k` 0, `top_p` 1 and no `min_p` are no filters."""
+    """Sampling parameters of completions. `top_k` 0, `top_p` 1 and None are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -134,6 +134,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+# Fields of `Sampling` that OpenAI's routes do not define.
+BEYOND_OPENAI = ("top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

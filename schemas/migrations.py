@@ -50,7 +50,7 @@ def _with_nulls(table: pa.Table, schema: pa.Schema, names: tuple[str, ...]) -> p
 
 
 def _with_new_fields(table: pa.Table) -> pa.Table:
-    """Cast columns to the newest types, where what structs gained is null: versions 1 and 4."""
+    """Cast columns to the newest types, where what structs gained is null: versions 1, 4 and 5."""
     for index, name in enumerate(table.column_names):
         field = tables.ROLLOUTS.field(name)
         if not table.schema.field(index).equals(field):
@@ -67,6 +67,7 @@ ROLLOUTS = Ladder(
         2: lambda table: _with_nulls(_with_new_fields(table), tables.ROLLOUTS, _SEGMENTS),
         3: partial(_with_nulls, schema=tables.ROLLOUTS, names=("teacher_logprobs",)),
         4: _with_new_fields,
+        5: _with_new_fields,
     },
     tables.ROLLOUTS,
 )

@@ -13,7 +13,7 @@ versions are those of the ladders in `schemas.migrations`.
 import pyarrow as pa
 
 ROLLOUTS_FORMAT = "marin-rl/rollouts"
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 # What fingerprints cover. Later versions add measurements, what token ids say already, and what
 # only a new configuration key can bring about, so that shards of all versions are interchangeable
@@ -51,7 +51,7 @@ SAMPLING_FIELDS = [
     *required(INT, "top_k", "max_tokens"),
     *required(list_of(TEXT), "stop"),
     *optional(pa.int64(), "seed"),
-    *optional(FLOAT, "min_p"),
+    *optional(FLOAT, "min_p", "repetition_penalty"),
 ]
 INFERENCE_METADATA = pa.struct(
     [

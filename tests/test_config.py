@@ -163,6 +163,10 @@ objective.advantage=pass_at_k; rollouts.group_size=4
     -> objective.pass_k is 4 and rollouts.group_size 4
 sampling.top_p=0.9 -> Set importance_correction to truncated or masked
 sampling.min_p=0.1 -> top_p 1 and top_k 0, min_p 0.1 with objective.importance
+sampling.repetition_penalty=1.2; sampling.temperature=0
+    -> top_p 1 and top_k 0, repetition_penalty 1.2 with objective.importance
+sampling.repetition_penalty=1.2; distillation={}; objective.importance_correction=truncated
+    -> found temperature 1, sampling.top_p 1 and top_k 0, repetition_penalty 1.2
 sampling.top_k=5 -> top_p 1 and top_k 5 with objective.importance_correction
 sampling.top_p=0.9; objective.kl_placement=reward; objective.kl_coefficient=0.1;
     objective.surrogate=reinforce
@@ -358,7 +362,7 @@ def test_free_keys_are_outside_the_content_and_all_others_inside():
         "sft.schedule_restarts",
         "objective.cispo_clip_low", "objective.turn_discount", "objective.dro_beta",
         "objective.rejection", "rollouts.greedy_baseline", "evaluation.sets", "sampling.min_p",
-        "training.optimizer", "training.schedule_restarts",
+        "sampling.repetition_penalty", "training.optimizer", "training.schedule_restarts",
         "environment.long_prompts", "environment.turns_max", "environment.tokens_max",
         "environment.tool_output_",
         "environment.chat_template_options", "policy.chat_template_options", "policy.end_tokens",

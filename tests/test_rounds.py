@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.policy_runs import play_round
+from support.models import full_logits
+from support.policy_runs import commit, play_round, weights
 
 from marin_rl.config import load_config
 from marin_rl.metrics import is_defined
@@ -16,7 +17,7 @@ from marin_rl.rounds import close_round, overlap_metrics, rates, rlhf_metrics, t
 from marin_rl.runtime import RunRuntime
 from marin_rl.storage.runs import Run, shard_key
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.tables.rollouts import iter_shards, seal_round
+from marin_rl.storage.tables.rollouts import groups_of, iter_shards, seal_round
 
 # Programs as users have them are not the subject here, and take twice as long to compile.
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -156,3 +157,42 @@ def test_overlap_saves_what_both_sides_took_less_the_round() -> None:
     windowed = {"timing_s/train": 5.0, "timing_s/trainer_idle": 1.0, "timing_s/sampler_idle": 2.0}
     assert overlap_metrics({}, windowed, 8.0)["timing_s/overlap_saved"] == 3.0
     assert overlap_metrics(sampling, training, 0.0) == {}
+
+
+@pytest.mark.slow
+def test_a_repetition_penalty_is_corrected_by_the_ratio_to_the_penalised_policy(
+    tmp_path: Path,
+) -> None:
+    """Columns and weights of the correction by definition (arXiv:1909.05858, 4.1), in float64."""
+    wishes = "sampling.repetition_penalty=1.5", "objective.importance_correction=truncated"
+    fixed = "objective.correction_high=1.1", "sampling.temperature=0.8"
+    run = Run.create_or_open(load_config(DEBUG, [f"root={tmp_path}", *wishes, *fixed]))
+    model, checkpoint = weights(run, 3), commit(run, 0, weights(run, 3))
+    runtime = RunRuntime(run)
+    try:
+        play_round(runtime, run, 0, checkpoint)
+    finally:
+        runtime.close()
+    ratios = list[float]()
+    for group in (group for table in iter_shards(run, 0) for group in groups_of(table)):
+        for rollout in group.rollouts:
+            assert rollout.sampling.repetition_penalty == 1.5
+            ids, logits = rollout.token_ids, full_logits(model, rollout.token_ids)
+            for place in np.flatnonzero(rollout.loss_mask).tolist():
+                own = logits[place - 1].astype(np.float64)
+                changed, seen = own.copy(), np.unique(ids[:place])
+                changed[seen] = np.where(own[seen] > 0, own[seen] / 1.5, own[seen] * 1.5)
+                policy, sampler = (
+                    x[ids[place]] / 0.8 - np.log(np.exp(x / 0.8).sum()) for x in (own, changed)
+                )
+                assert rollout.logprobs[place] == pytest.approx(sampler, abs=1e-4)
+                ratios.append(float(np.exp(policy - sampler)))
+    (row,) = read_metrics(run).to_pylist()
+    expected = {
+        "sampling/importance_ratio/min": min(ratios),
+        "sampling/importance_ratio/max": max(ratios),
+        "sampling/importance_ratio/mean": np.mean(ratios),
+        "sampling/correction_weight/mean": np.mean(np.minimum(ratios, 1.1)),
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    assert max(ratios) > 1.2 > 0.9 > min(ratios)

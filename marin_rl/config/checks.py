@@ -169,23 +169,23 @@ def check_estimator(config: RunSections) -> None:
 def check_ratios(config: RunSections) -> None:
     """Refuse to compare log-probabilities of different supports, or of different policies."""
     objective, sampling = config.objective, config.sampling
-    if sampling.narrowed and objective.kl_in_reward:
+    if sampling.changed and objective.kl_in_reward:
         raise ValueError(
-            f"{sampling.filters} with "
-            "objective.kl_placement reward: the sampler's log-probabilities are those of the "
-            "tokens that these leave, the reference's of all tokens, so a policy that is the "
-            "reference itself would lose reward for every token. Set kl_placement to loss, or "
-            "sample with top_p 1 and top_k 0"
+            f"{sampling.changes} with "
+            "objective.kl_placement reward: the sampler's log-probabilities are those that these "
+            "leave, the reference's of all tokens, so a policy that is the reference itself would "
+            "lose reward for every token. Set kl_placement to loss, or sample with top_p 1 and "
+            "top_k 0"
         )
     if objective.importance_correction != "none":
         return
-    if sampling.narrowed and objective.surrogate != "reinforce":
+    if sampling.changed and objective.surrogate != "reinforce":
         raise ValueError(
-            f"{sampling.filters} with "
-            "objective.importance_correction none: log-probabilities are those of the tokens "
-            "that these leave, the trainer's of all tokens, so ratios are far from 1 before "
-            "the first update. Set importance_correction to truncated or masked, whose ratio "
-            "is the trainer's own, or sample with top_p 1 and top_k 0"
+            f"{sampling.changes} with "
+            "objective.importance_correction none: log-probabilities are those that these leave, "
+            "the trainer's of all tokens, so ratios are far from 1 before the first update. Set "
+            "importance_correction to truncated or masked, whose ratio is the trainer's own, or "
+            "sample with top_p 1 and top_k 0"
         )
     stale, ahead = config.staleness_rounds_max, config.max_staleness
     if stale and objective.surrogate == "reinforce":
@@ -378,12 +378,11 @@ def check_distillation(config: RunSections) -> None:
     settings, sampling = config.distillation, config.sampling
     if settings is None:
         return
-    if sampling.temperature != 1 or sampling.narrowed:
+    if sampling.temperature != 1 or sampling.changed:
         raise ValueError(
             "distillation compares the policy's log-probabilities with a teacher's at temperature "
             "1, of all tokens: expected sampling.temperature 1, top_p 1 and top_k 0, found "
-            f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}"
-            + (f", and min_p {sampling.min_p:g}" if sampling.min_p else "")
+            f"temperature {sampling.temperature:g}, {sampling.changes}"
         )
     if settings.loss is None:
         check_scored_rollouts(config, settings)

@@ -163,7 +163,8 @@ class EntrySampling(Section):
     @model_validator(mode="before")
     @classmethod
     def _one_distribution(cls, value: Any) -> Any:
-        found = [name for name in ("temperature", "top_p", "top_k", "min_p") if name in value]
+        shared = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found = [name for name in shared if name in value]
         if found:
             raise ValueError(
                 f"{', '.join(found)}: the trainer's log-probabilities are at one temperature, so "
@@ -261,18 +262,25 @@ class SamplingConfig(Section):
         gt=0,
         le=1,
     )
+    repetition_penalty: float | None = optional_field(
+        "divide positive logits of the tokens of prompt and completion so far by it, and multiply "
+        "negative ones; null: off",
+        ge=0.01,
+        le=10,
+    )
 
     @property
-    def filters(self) -> str:
-        least = "" if self.min_p is None else f", min_p {self.min_p:g}"
-        return f"sampling.top_p {self.top_p:g} and top_k {self.top_k}{least}"
+    def changes(self) -> str:
+        """Everything but the temperature that changes the model's distribution, for messages."""
+        further = ("min_p", self.min_p), ("repetition_penalty", self.repetition_penalty)
+        shown = "".join(f", {name} {value:g}" for name, value in further if value is not None)
+        return f"sampling.top_p {self.top_p:g} and top_k {self.top_k}{shown}"
 
     @property
-    def narrowed(self) -> bool:
-        """True if tokens are drawn from a part of the vocabulary (top_k, top_p, min_p), with its
-        logprobs.
-        """
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or bool(self.min_p))
+    def changed(self) -> bool:
+        """True if the logprobs of sampled tokens are not the model's at the temperature."""
+        filtered = self.top_p < 1 or self.top_k > 0 or self.min_p is not None
+        return (self.temperature > 0 and filtered) or self.repetition_penalty not in (None, 1)
 
 
 class RolloutsConfig(Section):

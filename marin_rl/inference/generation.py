@@ -51,7 +51,7 @@ class GenerationRequest:
 
     `stop_token_ids` are used in addition to the engine's own; a seed of None is drawn by the
     engine. The raw logits pass, in this order: `logit_bias` (token id and what is added to its
-    logit), `repetition_penalty` over prompt and output (arXiv:1909.05858: 1 is off),
+    logit), the repetition penalty over prompt and output (arXiv:1909.05858: 1 is off),
     `frequency_penalty` and `presence_penalty` over the output (OpenAI's meaning: 0 is off), the
     constraint's mask, the temperature, min_p (tokens less likely than this share of the likeliest
     one are left out), top_k and top_p. `constraint` is called once per sample.
@@ -68,7 +68,6 @@ class GenerationRequest:
     sampling: Sampling
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     top_logprobs: int = 0
@@ -218,8 +217,8 @@ class RequestBounds:
 def _check_numbers(request: GenerationRequest) -> None:
     if not 0 <= (request.sampling.min_p or 0) <= 1:
         raise InputError(f"expected min_p from 0 to 1, found {request.sampling.min_p}")
-    repetition = request.repetition_penalty
-    if not (math.isfinite(repetition) and repetition > 0):
+    repetition = request.sampling.repetition_penalty
+    if repetition is not None and not (math.isfinite(repetition) and repetition > 0):
         raise InputError(f"expected a repetition_penalty above 0, found {repetition}")
     # infinities of either sign and NaN all show in the sum
     if not math.isfinite(request.presence_penalty + request.frequency_penalty):

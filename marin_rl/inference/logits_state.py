@@ -89,11 +89,11 @@ class ExtraRows:
             ids, values = zip(*request.logit_bias, strict=True)
             bias.asked_S[seq_slot] = True
             bias.ids_SB[seq_slot, :count], bias.values_SB[seq_slot, :count] = ids, values
-        penalties = request.presence_penalty, request.frequency_penalty
-        if request.repetition_penalty != 1 or any(penalties):
+        repetition = request.sampling.repetition_penalty or 1
+        if repetition != 1 or request.presence_penalty or request.frequency_penalty:
             rows: Penalties = self._touch("penalties", seq_slot)
             prompt = request.prompt_ids
-            rows.repetition_S[seq_slot] = request.repetition_penalty
+            rows.repetition_S[seq_slot] = repetition
             rows.presence_S[seq_slot] = request.presence_penalty
             rows.frequency_S[seq_slot] = request.frequency_penalty
             rows.prompt_S[seq_slot] = len(prompt)

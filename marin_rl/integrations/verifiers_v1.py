@@ -17,7 +17,7 @@ from marin_rl.environments.episode import FinishedMessage, FinishedRollout, Poli
 from marin_rl.environments.registry import register
 from marin_rl.errors import EndpointUnavailable, RewardFault
 from marin_rl.integrations.hosted import Library, RowsEnvironment, RowsOptions
-from marin_rl.types import Example, Message, Sampling, Split, ToolCall
+from marin_rl.types import BEYOND_OPENAI, Example, Message, Sampling, Split, ToolCall
 
 _GONE = re.compile(r"ServerGone: ([^\n]*)")
 
@@ -89,7 +89,7 @@ class VerifiersV1(RowsEnvironment):
         self, example: Example, policy: PolicyAddress, number: int, sampling: Sampling
     ) -> FinishedRollout | RewardFault:
         always = ("temperature", "top_p", "max_tokens", "seed")
-        fields = {name: getattr(sampling, name) for name in (*always, "top_k", "min_p", "stop")}
+        fields = {name: getattr(sampling, name) for name in (*always, *BEYOND_OPENAI, "stop")}
         address = {
             "endpoint": policy.endpoints[number % len(policy.endpoints)],
             "model": policy.model,

@@ -70,9 +70,8 @@ def test_a_group_arrives_exactly_as_it_was_sampled(server: FakePolicyServer, sty
 
 
 def test_the_requests_of_a_shard(server: FakePolicyServer) -> None:
-    sampling = Sampling(
-        temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, stop=("\n",), seed=11, min_p=0.1
-    )
+    filters: dict[str, Any] = {"top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.2}
+    sampling = Sampling(temperature=0.5, max_tokens=5, stop=("\n",), seed=11, **filters)
     ask([server.url], lambda client: client.chat(MESSAGES, 2, sampling))
     assert server.requests == [
         {
@@ -81,9 +80,7 @@ def test_the_requests_of_a_shard(server: FakePolicyServer) -> None:
             "n": 2,
             "max_tokens": 5,
             "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 7,
-            "min_p": 0.1,
+            **filters,
             "stop": ["\n"],
             "seed": 11,
             "logprobs": True,
@@ -349,7 +346,7 @@ def test_the_request_body_is_plain_json() -> None:
     body = orjson.loads(orjson.dumps(request.body()))
     assert "seed" not in body
     assert "stop" not in body
-    assert not {"top_k", "min_p"} & body.keys()
+    assert not {"top_k", "min_p", "repetition_penalty"} & body.keys()
 
 
 def test_a_server_that_ignores_a_seed_per_prompt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def wished(request: GenerationRequest, sample: Sample, logits: np.ndarray) -> np
             row[token] += bias
         output = sample.token_ids[:index].tolist()
         for token in {*request.prompt_ids.tolist(), *output}:
-            row[token] *= request.repetition_penalty ** (-1 if row[token] > 0 else 1)
+            penalty = request.sampling.repetition_penalty or 1
+            row[token] *= penalty ** (-1 if row[token] > 0 else 1)
         for token in set(output):
             row[token] -= request.frequency_penalty * output.count(token)
             row[token] -= request.presence_penalty

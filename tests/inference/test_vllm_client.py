@@ -278,18 +278,15 @@ def test_answers_that_are_not_whole_are_refused(change, message):
 
 
 def test_a_body_has_what_vllm_reads() -> None:
-    sampling = Sampling(
-        max_tokens=8, temperature=0.5, top_p=0.9, top_k=3, seed=7, stop=("x",), min_p=0.1
-    )
+    filters: dict[str, Any] = {"top_p": 0.9, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2}
+    sampling = Sampling(max_tokens=8, temperature=0.5, seed=7, stop=("x",), **filters)
     assert VllmDialect(BRIDGE).body(request(sampling), np.array([1, 2], np.int32)) == {
         "model": "policy",
         "token_ids": [1, 2],
         "sampling_params": {
             "max_tokens": 8,
             "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 3,
-            "min_p": 0.1,
+            **filters,
             "stop": ["x"],
             "logprobs": 0,
             "seed": 7,

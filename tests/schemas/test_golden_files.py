@@ -48,8 +48,8 @@ from schemas.tables import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3, ROLLOUTS_V4, ROLLOUTS_V5 = (
-    GOLDEN / f"rollouts-v{version}.parquet" for version in range(1, 6)
+ROLLOUTS_V1, ROLLOUTS_V2, ROLLOUTS_V3, ROLLOUTS_V4, ROLLOUTS_V5, ROLLOUTS_V6 = (
+    GOLDEN / f"rollouts-v{version}.parquet" for version in range(1, 7)
 )
 BATCHES_V1, BATCHES_V2 = (GOLDEN / f"batches-v{version}.parquet" for version in (1, 2))
 SCORES_V1, SCORES_V2, SCORES_V3 = (GOLDEN / f"scores-v{n}.parquet" for n in (1, 2, 3))
@@ -121,6 +121,13 @@ def rollouts_v5() -> list[RolloutGroup]:
     own = rollout("least/0", prompt=[1, 4], completion=[2, 3])
     own = replace(own, sampling=replace(own.sampling, min_p=0.125))
     return [*rollouts_v4(), group_of("least", [own])]
+
+
+def rollouts_v6() -> list[RolloutGroup]:
+    """With a rollout that was sampled with a repetition penalty."""
+    own = rollout("again/0", prompt=[1, 4], completion=[2, 3])
+    own = replace(own, sampling=replace(own.sampling, repetition_penalty=1.25))
+    return [*rollouts_v5(), group_of("again", [own])]
 
 
 def encode(groups: list[RolloutGroup]) -> bytes:
@@ -220,6 +227,16 @@ def test_our_reader_gives_back_the_min_p_of_version_5() -> None:
         frame = scan(files, columns_of(ROLLOUTS)).collect()
         kept = frame["sampling"].struct.field("min_p").drop_nulls()
         assert kept.to_list() == [0.125]
+
+
+def test_our_reader_gives_back_the_repetition_penalty_of_version_6() -> None:
+    table = decoded(ROLLOUTS_V6, "6")
+    assert table.equals(decode_shard(encode(rollouts_v6())))
+    *earlier, again = (each.rollouts[0].sampling.repetition_penalty for each in groups_of(table))
+    assert (again, set(earlier)) == (1.25, {None})
+    frame = scan([ROLLOUTS_V5, ROLLOUTS_V6], columns_of(ROLLOUTS)).collect()
+    kept = frame["sampling"].struct.field("repetition_penalty").drop_nulls()
+    assert kept.to_list() == [1.25]
 
 
 def test_batches_of_version_2_have_the_scores_of_a_teacher() -> None:

@@ -231,10 +231,10 @@ def test_truncated_shards_are_named(keep: int) -> None:
 
 def test_newer_versions_are_refused_by_name() -> None:
     table = pq.read_table(io.BytesIO(_encoded([group("g", [1.0])])))
-    metadata = {**table.schema.metadata, b"marin_rl.schema_version": b"6"}
+    metadata = {**table.schema.metadata, b"marin_rl.schema_version": b"7"}
     sink = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(metadata), sink)
-    with pytest.raises(NewerSchema, match=r"^x\.parquet: .*version 6 is newer than 5.*upgrade"):
+    with pytest.raises(NewerSchema, match=r"^x\.parquet: .*version 7 is newer than 6.*upgrade"):
         decode_shard(sink.getvalue(), source="x.parquet")
 
 

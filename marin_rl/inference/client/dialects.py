@@ -59,14 +59,17 @@ from marin_rl.inference.client.protocol import (
     sampling_fields,
 )
 from marin_rl.inference.stops import first_stop
-from marin_rl.types import Message
+from marin_rl.types import BEYOND_OPENAI, Message
 
 Read = Callable[[bytes], list[ChatAnswer]]
 Send = Callable[[str, dict[str, Any], Read], Awaitable[list[ChatAnswer]]]  # path and body of a POST
 Probe = Callable[[str], Awaitable[bytes]]  # path of a GET
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
-_EXTENSIONS = ("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs", "top_k", "min_p")
+_EXTENSIONS = (
+    *("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs"),
+    *BEYOND_OPENAI,
+)
 _CHOICES_MAX = 128  # OpenAI's bound on n
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from marin_rl.inference.client.answers import ChatAnswer
-from marin_rl.types import Message, Sampling, ToolCall
+from marin_rl.types import BEYOND_OPENAI, Message, Sampling, ToolCall
 
 MODELS_ROUTE = "/v1/models"
 CHAT_ROUTE = "/v1/chat/completions"
@@ -203,8 +203,7 @@ def sampling_fields(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> d
         "top_p": sampling.top_p,
     }
     optional = {
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        **{name: getattr(sampling, name) for name in BEYOND_OPENAI},
         "stop": list(sampling.stop),
         "stop_token_ids": list(stop_token_ids),
     }

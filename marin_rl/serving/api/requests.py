@@ -152,6 +152,7 @@ class SamplingFields(Body):
             stop=self.stop_strings,
             seed=self.seed_of(number),
             min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
         )
         return GenerationRequest(
             prompt_ids=prompt,
@@ -159,7 +160,6 @@ class SamplingFields(Body):
             sampling=sampling,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=self.biases,
-            repetition_penalty=float(self.repetition_penalty or 1),
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
             **more,
