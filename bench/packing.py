@@ -4,15 +4,12 @@
     python bench/packing.py --prompt 32 --groups 16    # the standard work of round.py
     python bench/packing.py --prompt 32 --groups 16 --mean 3           # and its short work
     python bench/packing.py --prompt 32 --groups 16 --shortest 1       # completions of 1 to 64
-    python bench/packing.py --teacher 64                # and by the divergence to a teacher
 
 The model of the standard work (3.2M-parameter Llama, float32). The same rollouts go through
 `marin_rl.batching` in each layout and through one optimizer step, in turns, in one process; prints
 medians of wall and CPU seconds, ratios to a sequence a row, and the largest difference of the
 parameters after the step. A sequence a row is padded to the longest there is, or with `--padded-to
-bucket` to what batches are padded to by default. `--teacher` adds lines to each layout: the step
-with the divergence to a teacher of the policy's sizes over that many tokens (0: all), and the
-teacher's forward pass alone.
+bucket` to what batches are padded to by default.
 """
 
 import argparse
@@ -28,7 +25,6 @@ from machine import print_head
 from standard_work import Work, add_size_option, sized
 
 LAYOUTS = ("none", "sequences", "shared_prompt")
-TAUGHT, FORWARD = " with a teacher", " of the teacher alone"
 
 
 def parse() -> argparse.Namespace:
@@ -44,7 +40,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--teacher", type=int, help="divergence over so many tokens; 0: all")
     add_size_option(parser)
     return parser.parse_args()
 
@@ -52,14 +47,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     print_head()
-    steps = {}
-    for layout in options.layouts:
-        steps[layout] = prepared(options, layout)
-        if options.teacher is not None:
-            steps[f"{layout}{TAUGHT}"] = prepared(options, layout, taught=True)
-            steps[f"{layout}{FORWARD}"] = prepared(options, layout, forward=True)
+    steps = {layout: prepared(options, layout) for layout in options.layouts}
     after = {layout: step() for layout, step in steps.items()}  # compiles
-    taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in steps}
+    taken: dict[str, list[tuple[float, float]]] = {layout: [] for layout in options.layouts}
     for _ in range(options.rounds):
         for layout, step in steps.items():
             wall, cpu = time.perf_counter(), time.process_time()
@@ -68,21 +58,14 @@ def main() -> None:
     report(options, taken, after)
 
 
-def prepared(
-    options: argparse.Namespace, layout: str, *, taught: bool = False, forward: bool = False
-) -> Any:
-    """A function that takes one optimizer step on the same rollouts in one layout.
-
-    `taught`: by the divergence to a teacher too. `forward`: the scores of the rows alone.
-    """
-    import jax
-
-    from marin_rl.config import Config, DistillationConfig
+def prepared(options: argparse.Namespace, layout: str) -> Any:
+    """A function that takes one optimizer step on the same rollouts in one layout."""
+    from marin_rl.config import Config
     from marin_rl.tokenizers import character_tokenizer
     from marin_rl.training.backend import DeviceBackend, Loss
     from marin_rl.training.compiled_step import CompiledStep, to_fixed_shape
-    from marin_rl.training.logprobs import packing_of, token_logprobs
-    from marin_rl.training.model import build_model, named_parameters, with_parameters
+    from marin_rl.training.logprobs import packing_of
+    from marin_rl.training.model import build_model, named_parameters
     from marin_rl.training.optimizer import policy_adamw
     from marin_rl.training.state import fresh_state
     from marin_rl.training.step_types import StepSettings
@@ -101,12 +84,10 @@ def prepared(
             "batching": {"packing": layout, "row_tokens": max(row, longest + 1)},
         }
     )
-    model = build_model(config.policy, work.vocabulary, 0)
-    settings = StepSettings(objective=config.objective, packing=packing_of(layout))
-    if taught:
-        loss: Any = {"top_k": options.teacher or None}
-        distillation = DistillationConfig.model_validate({"folder": "none", "loss": loss})
-        settings = replace(settings, distillation=distillation, teacher=model.spec)
+    settings = StepSettings(
+        objective=config.objective,
+        packing=packing_of(layout),
+    )
     tokenizer = character_tokenizer()
     program = CompiledStep(config, tokenizer, policy_adamw(config.training), settings)
     batch = batch_of(options, layout, row, sampled)
@@ -114,32 +95,18 @@ def prepared(
     microbatch = max(1, options.microbatch_tokens // row)
     rows = to_fixed_shape(batch, microbatch, len(batch.token_ids))
     print(f"{layout}: {len(batch.token_ids)} rows of {row} tokens, {microbatch} in a microbatch")
-    parameters = named_parameters(model)
-    teacher = jax.device_put(dict(parameters)) if taught else None
-
-    def score() -> dict[str, np.ndarray]:
-        for number in range(rows.used):
-            inputs = [array[number] for array in rows.arrays.inputs]
-            scored = scores(parameters, *inputs)
-            scored.logprobs.block_until_ready()
-        return {}
-
-    scores = jax.jit(
-        lambda own, *inputs: token_logprobs(
-            with_parameters(model, own), *inputs, packing=settings.packing
-        )
-    )
+    parameters = named_parameters(build_model(config.policy, work.vocabulary, 0))
 
     def step() -> dict[str, np.ndarray]:
         backend = DeviceBackend(program, fresh_state(dict(parameters), program.optimizer, 0))
         forward, update = (
-            backend.forward_backward(rows, Loss(settings=settings, teacher=teacher)),
+            backend.forward_backward(rows, Loss(settings=settings)),
             backend.optim_step(),
         )
         forward.result(), update.result()
         return {name: np.asarray(array) for name, array in backend.close().parameters.items()}
 
-    return score if forward else step
+    return step
 
 
 def completion_tokens(options: argparse.Namespace) -> np.ndarray:
@@ -170,7 +137,7 @@ def batch_of(options: argparse.Namespace, layout: str, row: int, sampled: np.nda
     """The rollouts as a training batch, laid out by the library's own packing."""
     import pyarrow as pa
 
-    from marin_rl.batching.packing import Kept, fill_packed, one_per_row, pack
+    from marin_rl.batching.packing import Kept, fill_packed, pack
     from marin_rl.types import TrainingBatch
 
     rng = np.random.default_rng(0)
@@ -197,12 +164,21 @@ def batch_of(options: argparse.Namespace, layout: str, row: int, sampled: np.nda
         advantage_K=rng.standard_normal(count),
         reward_K=np.zeros(count),
     )
+    packing = pack(
+        *sizes,
+        np.arange(count) // options.group,
+        row_tokens=row,
+        sequences_per_step=count,
+        share=layout == "shared_prompt",
+    )
     if layout == "none":
-        packing = one_per_row(np.zeros(count, np.int64))
-    else:
-        shared = layout == "shared_prompt"
-        places = np.arange(count) // options.group, np.zeros(count, np.int64)
-        packing = pack(*sizes, *places, row_tokens=row, share=shared)
+        packing = replace(
+            packing,
+            row_K=np.arange(count),
+            segment_K=np.ones(count, np.int64),
+            start_K=np.zeros(count, np.int64),
+            prompt_start_K=np.zeros(count, np.int64),
+        )
     (rows,) = fill_packed(packing, kept, row, table, iter([table]))
     return TrainingBatch(**rows.arrays)
 
@@ -220,17 +196,21 @@ def report(
         for layout, pairs in taken.items()
     }
     for layout, (wall, cpu) in medians.items():
-        row: dict[str, Any] = {"layout": layout, "wall_s": round(wall, 3), "cpu_s": round(cpu, 3)}
-        own = layout.removesuffix(TAUGHT)
-        if own != layout:
-            (_, step), (_, forward) = medians[own], medians[own + FORWARD]
-            row["added_by_step_and_forward_cpu"] = round(cpu / (step + forward) - 1, 3)
-        elif not layout.endswith(FORWARD):
-            row["times_faster_wall"] = round(medians[first][0] / wall, 2)
-            row["times_faster_cpu"] = round(medians[first][1] / cpu, 2)
-            gaps = (np.abs(after[layout][name] - a).max() for name, a in after[first].items())
-            row["largest_difference"] = float(max(gaps))
-        print(json.dumps(row))
+        gap = max(
+            float(np.abs(after[layout][name] - array).max()) for name, array in after[first].items()
+        )
+        print(
+            json.dumps(
+                {
+                    "layout": layout,
+                    "wall_s": round(wall, 3),
+                    "cpu_s": round(cpu, 3),
+                    "times_faster_wall": round(medians[first][0] / wall, 2),
+                    "times_faster_cpu": round(medians[first][1] / cpu, 2),
+                    "largest_difference": gap,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -162,6 +162,12 @@ class Architecture:
         of_heads = 2 * (self.heads + self.kv_heads) * self.head_size
         return 10 * self.hidden_size + (of_heads + 6 * self.intermediate_size) // shards
 
+    def forward_bytes(self, rows: Rows, bytes_per_value: int, *, shards: int = 1) -> int:
+        """Bytes of a forward pass besides its arguments: of a layer, and of a chunk of logits."""
+        scores = 0 if rows.in_blocks else 2 * self.heads * rows.length // shards
+        logits = min(LOGITS_CHUNK, rows.tokens) * self.vocab_size * FLOAT32
+        return (self._inside(shards) + scores) * rows.tokens * bytes_per_value + logits
+
     def backward_bytes(
         self,
         microbatch: Rows,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows, moment_bytes
-from marin_rl.config import Config
+from marin_rl.config import Config, parse_config
 from marin_rl.config.training import MICROBATCH_PAIRS
 from marin_rl.errors import InputError
 from marin_rl.lora.adapter import linear_shapes
@@ -159,10 +159,23 @@ def architecture_of(config: Config) -> Architecture | None:
         spec = described_model(policy.model, policy.context_length)
         spec = replace(spec, vocabulary=policy.model.vocab_size or CHARACTER_VOCABULARY)
         return Architecture.of(spec)
-    file = Path(policy.hf_path) / "config.json"
-    if not file.exists():
-        return None
-    return Architecture.of(described(read_object(file), file))
+    return _in_folder(policy.hf_path)
+
+
+def _in_folder(folder: str) -> Architecture | None:
+    file = Path(folder) / "config.json"
+    return Architecture.of(described(read_object(file), file)) if file.exists() else None
+
+
+def _teacher_of(config: Config) -> Architecture | None:
+    """Sizes of a teacher in this process; None without one, and where it is not at hand."""
+    settings = config.distillation
+    if settings is None or settings.is_self:
+        return settings and architecture_of(config)
+    if settings.folder is not None:
+        return _in_folder(settings.folder)
+    record = Path(settings.checkpoint or "").parent.parent / "run.json"
+    return architecture_of(parse_config(read_object(record)["config"])) if record.exists() else None
 
 
 def within_memory(config: Config) -> Config:
@@ -246,6 +259,7 @@ def _of_model(config: Config, architecture: Architecture, *, on_host: bool) -> d
         weights = joined * value_bytes // config.mesh.tensor + merged
         fields |= {"engine_cache_bytes": cache, "engine_weight_bytes": weights}
         sampling = cache + weights
+    sampling += memory.scoring  # the engine's memory is still there
     # Where sampling and training alternate, the engine gives its memory back to the step.
     if config.max_staleness:
         peak = sampling + memory.peak
@@ -339,7 +353,8 @@ class StepMemory:
     """Bytes of training on one device: `resident` between steps, `peak` within one.
 
     `trained` parameters of each of the `learners`: the policy, and a critic of its own trunk.
-    `moments` are bytes of all of them, on all devices.
+    `moments` are bytes of all of them, on all devices. A teacher's weights are in both; its forward
+    pass is in the step's, or is `scoring` where it scores rollouts before.
     """
 
     trained: int
@@ -350,6 +365,7 @@ class StepMemory:
     resident: int
     activations: int
     peak: int
+    scoring: int = 0
 
     @classmethod
     def of(cls, config: Config, architecture: Architecture, *, on_host: bool) -> "StepMemory":
@@ -386,6 +402,14 @@ class StepMemory:
         resident = PARAMETER_BYTES * own + moments // held
         passes = resident + lanes * (4 * own + learners * backward)
         update = resident + round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
+        scoring = 0
+        if (teacher := _teacher_of(config)) is not None:
+            beside, length = config.rollout_teacher is None, config.policy.context_length
+            scored = rows if beside else Rows(rows=max(1, min(64, 2**14 // length)), length=length)
+            base += teacher.parameters * _value_bytes(config) // (held if beside else 1)
+            scoring = teacher.forward_bytes(scored, value_bytes, shards=mesh.tensor)
+            if beside:
+                passes, scoring = passes + lanes * scoring, 0
         return cls(
             trained=trained,
             moments=moments,
@@ -395,6 +419,7 @@ class StepMemory:
             resident=resident + base,
             activations=lanes * architecture.activation_bytes(rows, value_bytes, **how),
             peak=base + max(passes, update),
+            scoring=scoring,
         )
 
 

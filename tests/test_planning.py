@@ -111,6 +111,35 @@ def test_a_critic_of_its_own_trunk_counts_twice():
     assert own.checkpoint_disk_bytes == 2 * alone.checkpoint_disk_bytes
 
 
+def test_a_teacher_in_this_process_counts_with_its_forward_pass(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    debug = Path(__file__).parent.parent / "configs/debug.yaml"
+
+    def planned(*more: str):
+        return plan(
+            load_config(
+                debug, ["training.microbatch_sequences=16", "objective.ratio_level=token", *more]
+            )
+        )
+
+    alone, own = planned(), planned("distillation={}")
+    assert planned("distillation.endpoint=http://a:1/v1") == alone
+    assert own.training_bytes == alone.training_bytes + 4 * alone.parameters
+    assert own.step_bytes == alone.step_bytes + 4 * alone.parameters
+    # 16 rows of 64 tokens: a layer's 10 x 32 + 6 x 64 + 6 heads of 16, 2 tables of 2 heads, and
+    # logits of 256 tokens over 128 characters
+    forward = 4 * 16 * 64 * (320 + 384 + 96 + 2 * 2 * 64) + 4 * 256 * 128
+    beside = planned("distillation={loss: {beta: 0.5}}")
+    assert beside.training_bytes == own.training_bytes
+    assert beside.step_bytes == own.step_bytes + forward
+    sizes = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    # embedding 400, attention 192, MLP 384, norms 24
+    folder = planned(f"distillation.folder={tmp_path}")
+    assert folder.training_bytes == alone.training_bytes + 4 * 1000
+
+
 def test_a_plan_for_devices_that_are_not_here():
     sizes = {"hidden_size": 512, "layers": 12, "heads": 8, "kv_heads": 4, "intermediate_size": 2048}
     tree = {

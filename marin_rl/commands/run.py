@@ -279,13 +279,8 @@ def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) ->
         return "unknown: the model folder is not here" if n_bytes is None else size(n_bytes)
 
     parameters = "unknown" if plan.parameters is None else f"{plan.parameters / 1e6:,.2f}M"
-    kinds = "weights, Adam"
-    if config.policy.lora is not None:
-        kinds = "frozen base; the adapter's weights, Adam"
-        if config.policy.quantize_base is not None:
-            kinds = f"base in {config.policy.quantize_base}" + kinds.removeprefix("frozen base")
-        if plan.trained_parameters is not None:
-            parameters += f"; an adapter of {plan.trained_parameters / 1e6:,.2f}M is trained"
+    if config.policy.lora is not None and plan.trained_parameters is not None:
+        parameters += f"; an adapter of {plan.trained_parameters / 1e6:,.2f}M is trained"
     embedded = not config.inference.endpoints
     rows = {
         "rounds": f"{plan.rounds:,}",
@@ -295,7 +290,7 @@ def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) ->
         "tokens sampled": f"at most {plan.tokens_sampled_max:,}",
         "tokens trained on": f"at most {plan.tokens_trained_max:,}",
         "parameters": parameters,
-        "training memory": f"{or_unknown(plan.training_bytes)} between steps ({kinds})",
+        "training memory": f"{or_unknown(plan.training_bytes)} between steps ({_kinds(config)})",
         "activations": f"about {or_unknown(plan.activation_bytes)} a microbatch",
         "training step": f"about {or_unknown(plan.step_bytes)}, with gradients and copies",
         "engine cache": or_unknown(plan.engine_cache_bytes) if embedded else "remote endpoints",
@@ -316,6 +311,17 @@ def plan_rows(config: Config, plan: "Plan", devices: "Devices | None" = None) ->
             would = f"asynchrony.max_staleness 1 would save {saves}"
             rows["overlap"] = f"sampling and training alternate; {would}"
     return rows
+
+
+def _kinds(config: Config) -> str:
+    kinds = "weights, Adam"
+    if config.policy.lora is not None:
+        base = config.policy.quantize_base
+        whose = "frozen base" if base is None else f"base in {base}"
+        kinds = f"{whose}; the adapter's weights, Adam"
+    if config.distillation is not None and not config.distillation.endpoint:
+        kinds += ", the teacher's weights"
+    return kinds
 
 
 def _together(config: Config, plan: "Plan", devices: "Devices | None") -> str:

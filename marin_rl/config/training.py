@@ -406,9 +406,8 @@ class PreferenceLossConfig(Section):
 
     @property
     def of_means(self) -> bool:
-        if self.normalise == "type":
-            return self.type in ("ipo", "simpo", "orpo")
-        return self.normalise == "mean"
+        of_type = self.normalise == "type" and self.type in ("ipo", "simpo", "orpo")
+        return of_type or self.normalise == "mean"
 
 
 class PreferenceConfig(PairTrainingConfig):

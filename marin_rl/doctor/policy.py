@@ -359,9 +359,9 @@ def _context_tokens(config: Config) -> int:
     assert config.distillation is not None, "there is a teacher"
     if config.distillation.context is None:
         return 0
-    prompts = Prompts(config, environment_of(config))
-    pairs = [prompts.rendered(each, each.messages) for each in first_examples(config, 1)]
-    return max(len(taught) - len(plain) for plain, taught in pairs)
+    (first,) = first_examples(config, 1)
+    plain, taught = Prompts(config, environment_of(config)).rendered(first, first.messages)
+    return len(taught) - len(plain)
 
 
 def _check_room(policy: PolicyConfig, folder: str | None, added: int) -> None:

@@ -12,7 +12,7 @@ completion follow as they were sampled.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, islice, takewhile
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -67,16 +67,6 @@ def teacher_fields(settings: DistillationConfig, teacher: Teacher) -> dict[str, 
     return {"teacher": teacher.identity, **kept}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """Ids that a teacher reads for one segment; scores from `first` on are of `at` to `end`."""
-
-    token_ids: Int32[np.ndarray, " _"]
-    first: int
-    at: int
-    end: int
-
-
 def add_teacher_logprobs(
     groups: Sequence[RolloutGroup], config: Config, environment: Environment, teacher: Teacher
 ) -> list[RolloutGroup]:
@@ -90,14 +80,15 @@ def add_teacher_logprobs(
         for rollout in group.rollouts
     }
     flat = [read for each in reads.values() for read in each]
-    scores = iter(teacher.score([read.token_ids for read in flat], [read.first for read in flat]))
+    scores = iter(teacher.score([ids for *_, ids in flat], [first for _, first, _ in flat]))
 
     def scored(rollout: Rollout) -> Rollout:
         if not reads.get(rollout.rollout_id):
             return rollout
         logprobs = np.zeros(len(rollout.token_ids), np.float32)
-        for read in reads[rollout.rollout_id]:
-            logprobs[read.at : read.end] = next(scores)
+        for at, *_ in reads[rollout.rollout_id]:
+            score = next(scores)
+            logprobs[at : at + len(score)] = score
         logprobs = np.where(rollout.loss_mask != 0, logprobs, np.float32(0))
         if not np.isfinite(logprobs).all():
             raise InputError(
@@ -110,10 +101,15 @@ def add_teacher_logprobs(
     return [replace(group, rollouts=tuple(map(scored, group.rollouts))) for group in groups]
 
 
-def _reads(rollout: Rollout, example: Example, prompts: "Prompts") -> list[_Read]:
-    """Sequences that the teacher reads of a rollout, by segment; none without trained tokens."""
+def _reads(
+    rollout: Rollout, example: Example, prompts: "Prompts"
+) -> list[tuple[int, int, Int32[np.ndarray, " _"]]]:
+    """Place of the first scored token in the rollout and in what the teacher reads, and its ids.
+
+    For each segment with trained tokens.
+    """
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
-    reads: list[_Read] = []
+    reads = list[tuple[int, int, np.ndarray]]()
     for start, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
         trained = np.flatnonzero(rollout.loss_mask[start:end])
         if not len(trained):
@@ -122,14 +118,8 @@ def _reads(rollout: Rollout, example: Example, prompts: "Prompts") -> list[_Read
         lead = max(int(trained[0]), 1)
         ids = rollout.token_ids[start:end]
         before = ids[:lead] if not prompts.context else prompts.of(rollout, example, ids[:lead])
-        reads.append(
-            _Read(
-                token_ids=np.concatenate([before, ids[lead:]]).astype(np.int32),
-                first=len(before),
-                at=start + lead,
-                end=end,
-            )
-        )
+        read = np.concatenate([before, ids[lead:]]).astype(np.int32)
+        reads.append((start + lead, len(before), read))
     return reads
 
 

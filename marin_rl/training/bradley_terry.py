@@ -12,7 +12,7 @@ Axes: M microbatches, R rows of one (two neighbouring rows a pair), P pairs, T p
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import equinox as eqx
@@ -25,17 +25,16 @@ from transformers import PreTrainedTokenizerBase
 from marin_rl.batching.pairs import PairBatch, padded
 from marin_rl.batching.plan import bucket
 from marin_rl.compilation import compiled_apart, device_array, set_matmul_precision
-from marin_rl.config import BatchingConfig, Config, PolicyConfig
+from marin_rl.config import BatchingConfig, PolicyConfig
 from marin_rl.errors import CorruptObject
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.models.module import LanguageModel
 from marin_rl.rollouts.rewards import RewardIdentity, RewardModelSlot
-from marin_rl.training.adapters import HEAD, Modules, trained_shapes
+from marin_rl.training.adapters import HEAD, trained_shapes
 from marin_rl.training.compiled_step import Passes, Program, frozen_parameters, with_adapter_of
 from marin_rl.training.critic import TRUNK, ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
 from marin_rl.training.model import digest_of, parameter_shapes, with_parameters
-from marin_rl.training.optimizer import AdamW
 from marin_rl.training.policy_source import read_base
 from marin_rl.training.state import identity_of, read_parameters, template_of
 from marin_rl.training.step import Gradients
@@ -128,30 +127,19 @@ class RewardProgram(Program):
 
     template: ScalarModel
 
-    def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        adamw: AdamW,
-        modules: Modules | None = None,
-    ) -> None:
-        super().__init__(config, tokenizer, adamw, modules)
-        dtype = config.policy.compute_dtype
-        self._passes = make_reward_passes(self.template, dtype, self.layout)
-
     def _trained_template(self, template: LanguageModel) -> ScalarModel:
         return eqx.filter_eval_shape(ScalarModel.of, template)
 
     def forward_backward(self, settings: StepSettings) -> Passes:
         return self._passes
 
+    @cached_property
+    def _passes(self) -> Passes:
+        return make_reward_passes(self.template, self._policy.compute_dtype, self.layout)
+
     def place_frozen(self, base: Mapping[str, Any]) -> Parameters:
         frozen = frozen_trunk(self._policy, self.template, base)
         return self.layout.place_parameters(frozen, self.template)
-
-
-def scalar_template(policy: PolicyConfig, trunk: LanguageModel, modules: Modules) -> ScalarModel:
-    return eqx.filter_eval_shape(ScalarModel.of, with_adapter_of(policy, trunk, modules))
 
 
 def frozen_trunk(
@@ -288,7 +276,8 @@ class LearnedReward:
         """Read and verify it. Raises InputError, CorruptObject, and what the store raises."""
         policy, adapter = slot.run.config.policy, identity_of(slot.run, slot.ref).adapter
         trunk = template_of(policy, tokenizer)
-        template = scalar_template(policy, trunk, adapter.modules if adapter else {})
+        whole = with_adapter_of(policy, trunk, adapter.modules if adapter else {})
+        template = eqx.filter_eval_shape(ScalarModel.of, whole)
         parameters = read_parameters(slot.run, slot.ref, trained_shapes(template))
         own, expected = digest_of(parameters), slot.identity.parameters_digest
         digest = adapter.policy_digest(own) if adapter else own

@@ -47,7 +47,7 @@ class AdamW:
 
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
-    return _adamw(training, training, training.schedule_steps)
+    return sft_adamw(training, training)
 
 
 def with_adapter_rate(settings: AdamW, lora: LoraConfig | None) -> AdamW:
@@ -57,21 +57,16 @@ def with_adapter_rate(settings: AdamW, lora: LoraConfig | None) -> AdamW:
     return replace(settings, learning_rate=settings.learning_rate * lora.learning_rate_factor)
 
 
-def sft_adamw(settings: SFTConfig | PairTrainingConfig, training: TrainingConfig) -> AdamW:
-    """The optimizer of a phase of segments; moments decay as in training."""
-    return _adamw(settings, training, settings.steps)
-
-
-def _adamw(
-    settings: TrainingConfig | SFTConfig | PairTrainingConfig,
-    training: TrainingConfig,
-    decay_steps: int | None,
+def sft_adamw(
+    settings: TrainingConfig | SFTConfig | PairTrainingConfig, training: TrainingConfig
 ) -> AdamW:
+    """The optimizer of a phase, of segments or of rounds; moments decay as in training."""
+    of_rounds = isinstance(settings, TrainingConfig)
     return AdamW(
         learning_rate=settings.learning_rate,
         warmup_steps=settings.warmup_steps,
         schedule=settings.schedule,
-        decay_steps=decay_steps,
+        decay_steps=settings.schedule_steps if of_rounds else settings.steps,
         beta1=training.beta1,
         beta2=training.beta2,
         epsilon=training.epsilon,

@@ -97,7 +97,7 @@ class Pairs(NamedTuple):
 
 
 def pair_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, "*M P"]:
-    """The loss of each pair, in nats; of `orpo` without its likelihood (`nll_weight`)."""
+    """The loss of each pair or labelled answer; of `orpo` without its likelihood."""
     (chosen, rejected), beta = pairs.answers(loss), loss.beta
     difference_P = chosen.ratios - rejected.ratios
     match loss.type:
@@ -117,16 +117,13 @@ def pair_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, "*M P"
         case "simpo":
             logits_P = beta * (chosen.logprobs - rejected.logprobs) - loss.target_margin
             return _logistic(loss, logits_P)
+        case "kto":  # of the answer that the label is of
+            desirable_P, kl_P = chosen.tokens > 0, pairs.kl(loss)
+            surplus_P = jnp.where(desirable_P, chosen.ratios - kl_P, kl_P - rejected.ratios)
+            weights = loss.desirable_weight or 1.0, loss.undesirable_weight or 1.0
+            return jnp.where(desirable_P, *weights) * (1.0 - jax.nn.sigmoid(beta * surplus_P))
         case _:  # sigmoid, robust
             return _logistic(loss, beta * difference_P)
-
-
-def kto_losses(loss: PreferenceLossConfig, pairs: Pairs) -> Float[Array, "*M P"]:
-    """The loss of each labelled answer."""
-    (desirable, undesirable), kl_P = pairs.answers(loss), pairs.kl(loss)
-    surplus_P = jnp.where(desirable.tokens > 0, desirable.ratios - kl_P, kl_P - undesirable.ratios)
-    weights = loss.desirable_weight or 1.0, loss.undesirable_weight or 1.0
-    return jnp.where(desirable.tokens > 0, *weights) * (1.0 - jax.nn.sigmoid(loss.beta * surplus_P))
 
 
 def _logistic(loss: PreferenceLossConfig, logits_P: Array) -> Float[Array, "*M P"]:
@@ -137,19 +134,14 @@ def _logistic(loss: PreferenceLossConfig, logits_P: Array) -> Float[Array, "*M P
     return (1 - smoothing) * right_P + smoothing * wrong_P
 
 
-def nll_weight(loss: PreferenceLossConfig) -> float:
-    """Weight of the mean negative log-likelihood of the chosen answers' tokens."""
-    return loss.sft_coefficient + (1.0 if loss.type == "orpo" else 0.0)
-
-
 def preference_loss(
     loss: PreferenceLossConfig, pairs: Pairs, counts: PairCounts
 ) -> Float[Array, ""]:
     """The part of a step's loss that these pairs are; `counts` are those of the whole step."""
-    losses = kto_losses if loss.type == "kto" else pair_losses
-    losses_P = jnp.where(pairs.there, losses(loss, pairs), 0.0)
+    losses_P = jnp.where(pairs.there, pair_losses(loss, pairs), 0.0)
     total = jnp.sum(losses_P) / counts.pairs
-    if weight := nll_weight(loss):
+    # Of the mean negative log-likelihood of the chosen answers' tokens.
+    if weight := loss.sft_coefficient + (1.0 if loss.type == "orpo" else 0.0):
         total -= weight * jnp.sum(pairs.chosen.logprobs) / counts.chosen_tokens
     return total
 

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -315,21 +316,18 @@ class PreferenceTraining(PairPhase):
         program, layout = self._program, self._program.layout
         reference = layout.place_parameters(self._first_parameters(), program.template)
         scored = dict[str, PreferencePair]()
-        for some in self._first_uses(pairs):
+        # The pairs of each step until all are taken once, then those that are held out.
+        training = [pair for pair in pairs if pair.split != "eval"]
+        settings, per_step = self._settings, self._settings.pairs_per_step
+        steps = range(min(settings.steps, -(-len(training) // per_step)))
+        used = (self._taken(training, step) for step in steps)
+        for some in chain(used, _parts(held_out(pairs), per_step)):
             rows = self._rows_of(some)
             logprobs = self._scores(reference, rows)
             for pair, logprobs_T in zip(some, logprobs, strict=True):
                 scored.setdefault(pair.id, with_reference(pair, logprobs_T))
             self._publish(len(scored), len(pairs), {})
         return [scored.get(pair.id, pair) for pair in pairs]
-
-    def _first_uses(self, pairs: Sequence[PreferencePair]) -> Iterator[Sequence[PreferencePair]]:
-        """The pairs of each step until all are taken once, then those that are held out."""
-        training = [pair for pair in pairs if pair.split != "eval"]
-        per_step = self._settings.pairs_per_step
-        for step in range(min(self._settings.steps, -(-len(training) // per_step))):
-            yield self._taken(training, step)
-        yield from _parts(held_out(pairs), per_step)
 
     def _rows_of(self, pairs: Sequence[PreferencePair]) -> StepRows:
         settings = self._settings

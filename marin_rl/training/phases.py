@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from marin_rl.compilation import nbytes, prepare_for_training
-from marin_rl.config import Config, PairTrainingConfig, SFTConfig, fingerprint_fields
+from marin_rl.config import PairTrainingConfig, SFTConfig, fingerprint_fields
 from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory, heap_bytes
 from marin_rl.progress import ProgressEvent, Stage, publish
 from marin_rl.storage.layout import KeyForm
@@ -159,12 +159,13 @@ class SegmentedPhase(Phase, ABC):
 
     def _content(self) -> dict[str, Any]:
         """Settings that decide the checkpoints, besides their parents."""
-        config = self._run.config
+        config, training = self._run.config, self._run.config.training
+        chosen = () if training.optimizer is None else (training.optimizer,)
         return {
             "program": self.program_version,
             "policy": fingerprint_fields(config.policy),
             self.stage: fingerprint_fields(self._settings),
-            "moments": optimizer_content(config),
+            "moments": [training.beta1, training.beta2, training.epsilon, *chosen],
             "seed": config.seed,
         }
 
@@ -224,13 +225,6 @@ class SegmentedPhase(Phase, ABC):
         if not ref.reused:
             self.state, self.checkpoint = backend.close(), ref
         return ref, totals
-
-
-def optimizer_content(config: Config) -> list[float | str]:
-    """Settings of `training` that the optimizer of a segment uses; changing the others keeps it."""
-    training = config.training
-    other = [] if training.optimizer is None else [training.optimizer]
-    return [training.beta1, training.beta2, training.epsilon, *other]
 
 
 def made_ahead(make: Callable[[int], Batch], start: int, end: int) -> Iterator[tuple[int, Batch]]:

@@ -232,10 +232,7 @@ class RowPrecompute:
 
         After all that makes advantages of rewards: it has no baseline, and is not whitened.
         """
-        terms = [
-            teacher_terms(batch, arrays)
-            for batch, arrays in zip(self._batches, self._arrays, strict=True)
-        ]
+        terms = list(map(teacher_terms, self._batches, self._arrays))
         masks = [arrays.mask for arrays in self._arrays]
         self.metrics = {**self.metrics, **distillation_metrics(terms, masks)}
         added = [np.float32(coefficient) * np.nan_to_num(term) for term in terms]

@@ -66,10 +66,7 @@ Send = Callable[[str, dict[str, Any], Read], Awaitable[list[ChatAnswer]]]  # pat
 Probe = Callable[[str], Awaitable[bytes]]  # path of a GET
 
 # What OpenAI's route does not define; some servers refuse a request that has it.
-_EXTENSIONS = (
-    *("return_token_ids", "compact_logprobs", "logprobs", "top_logprobs"),
-    *BEYOND_OPENAI,
-)
+_EXTENSIONS = (*BEYOND_OPENAI, "return_token_ids", "compact_logprobs", "logprobs", "top_logprobs")
 _CHOICES_MAX = 128  # OpenAI's bound on n
 
 
