@@ -104,10 +104,7 @@ def add_teacher_logprobs(
 def _reads(
     rollout: Rollout, example: Example, prompts: "Prompts"
 ) -> list[tuple[int, int, Int32[np.ndarray, " _"]]]:
-    """Place of the first scored token in the rollout and in what the teacher reads, and its ids.
-
-    For each segment with trained tokens.
-    """
+    """By segment: places of its first scored token in the rollout and in the ids read; these."""
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
     reads = list[tuple[int, int, np.ndarray]]()
     for start, end in zip(accumulate(lengths, initial=0), accumulate(lengths), strict=False):
