@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +136,7 @@ def batch_of(options: argparse.Namespace, layout: str, row: int, sampled: np.nda
     """The rollouts as a training batch, laid out by the library's own packing."""
     import pyarrow as pa
 
-    from marin_rl.batching.packing import Kept, fill_packed, pack
+    from marin_rl.batching.packing import Kept, fill_packed, one_per_row, pack
     from marin_rl.types import TrainingBatch
 
     rng = np.random.default_rng(0)
@@ -164,21 +163,12 @@ def batch_of(options: argparse.Namespace, layout: str, row: int, sampled: np.nda
         advantage_K=rng.standard_normal(count),
         reward_K=np.zeros(count),
     )
-    packing = pack(
-        *sizes,
-        np.arange(count) // options.group,
-        row_tokens=row,
-        sequences_per_step=count,
-        share=layout == "shared_prompt",
-    )
     if layout == "none":
-        packing = replace(
-            packing,
-            row_K=np.arange(count),
-            segment_K=np.ones(count, np.int64),
-            start_K=np.zeros(count, np.int64),
-            prompt_start_K=np.zeros(count, np.int64),
-        )
+        packing = one_per_row(np.zeros(count, np.int64))
+    else:
+        shared = layout == "shared_prompt"
+        places = np.arange(count) // options.group, np.zeros(count, np.int64)
+        packing = pack(*sizes, *places, row_tokens=row, share=shared)
     (rows,) = fill_packed(packing, kept, row, table, iter([table]))
     return TrainingBatch(**rows.arrays)
 

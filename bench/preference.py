@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SPINNING = "TRL, threads spinning"
 WORDS = (
     "sea", "deep", "small", "boat", "home", "night", "salt", "old", "rope", "wind", "sand",
 )  # fmt: skip
@@ -61,10 +62,12 @@ def main() -> None:
         sides = {"ours": [sys.executable, __file__, "--role", "ours"]}
         if TRL.python.exists():
             sides["TRL"] = [str(TRL.python), str(HERE / "peers/trl_preference.py")]
+            sides[SPINNING] = sides["TRL"]
         else:
             print("skipped TRL: not installed; --install-peers does it")
         for _ in range(options.repeat):
-            rows += [{"side": side, **measured([*run, *work])} for side, run in sides.items()]
+            for side, run in sides.items():
+                rows.append({"side": side, **measured([*run, *work], spin=side == SPINNING)})
     for row in rows:
         print(json.dumps(row), flush=True)
     options.results.mkdir(parents=True, exist_ok=True)
@@ -93,13 +96,16 @@ def pairs(options: argparse.Namespace) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def measured(command: list[str]) -> dict[str, Any]:
-    """Output of a side's process: its last line, and what the whole of it took."""
+def measured(command: list[str], *, spin: bool) -> dict[str, Any]:
+    """Output of a side's process: its last line, and what the whole of it took.
+
+    Threads of PyTorch that wait sleep, or with `spin` as by default spin for a while.
+    """
     started = time.perf_counter()
     before = os.times()
     from serve_one import QUIET
 
-    env = os.environ | QUIET  # threads of PyTorch that wait would else spin
+    env = os.environ | ({} if spin else QUIET)
     found = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     after, wall_s = os.times(), time.perf_counter() - started
     cpu_s = after.children_user + after.children_system
