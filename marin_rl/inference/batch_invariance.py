@@ -49,7 +49,7 @@ from marin_rl.models.spec import Spec
 from marin_rl.plain_files import whole_or_absent
 
 # What is proven, and how: a record of another version is proven again.
-VERSION = 2
+VERSION = 3
 
 # The same of products with adapters, for engines that have room for some.
 ADAPTERS_VERSION = 2

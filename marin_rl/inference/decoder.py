@@ -48,6 +48,7 @@ from marin_rl.models.block import (
     queries_keys_values,
     scaled,
     softmax,
+    times,
 )
 from marin_rl.models.experts import ExpertWeights, pieces
 from marin_rl.models.fused_attention import attend_fused, takes_fused
@@ -154,7 +155,7 @@ def _times(x: Array, matrix: Array | LayerMatrix, bias: Array | None = None) -> 
     if isinstance(matrix, LayerMatrix):
         out = matrix.times(x)
     else:
-        out = jax.lax.dot_general(x, matrix, (((x.ndim - 1,), (1,)), ((), ())))
+        out = times(x, matrix)
     return out if bias is None else out + bias
 
 

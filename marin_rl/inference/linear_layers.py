@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int32
 
 from marin_rl.lora.adapter import LoraModule
 from marin_rl.lora.quantization import FIELDS, dequantized_blocks, quantized_shapes
+from marin_rl.models.block import times
 from marin_rl.models.module import named_shape
 
 
@@ -52,7 +53,7 @@ class QuantizedMatrix:
 @jax.custom_vjp
 def _times(x: Array, matrix: QuantizedMatrix, layer: Array) -> Array:
     weight = dequantized(matrix, layer + _zero(x), x.dtype)
-    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+    return times(x, weight)
 
 
 def _forward(x: Array, matrix: QuantizedMatrix, layer: Array) -> tuple[Array, Any]:
