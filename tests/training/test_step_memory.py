@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from marin_rl.tokenizers import character_tokenizer
 from marin_rl.training.compiled_step import CompiledStep, policy_settings
 from marin_rl.training.model import parameter_structs
 from marin_rl.training.optimizer import policy_adamw
-from marin_rl.training.step import MicrobatchRange
+from marin_rl.training.state import template_of
+from marin_rl.training.step import TEACHER, MicrobatchRange
 from marin_rl.training.step_types import StepArrays, TrainableParams
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
@@ -38,6 +40,8 @@ SCANNED = (256, 12, 4, 2, 768, 4096)
 SMOLLM2_135M = (576, 30, 9, 3, 1536, 49_152)
 CHECKPOINTING = "training.gradient_checkpointing=true"
 LORA = "policy.lora.rank=8"
+EIGHT_BIT = "training.optimizer=adamw_8bit"
+TAUGHT = "distillation={loss: {top_k: 64}}"
 BFLOAT16 = "policy.compute_dtype=bfloat16"
 
 
@@ -74,9 +78,11 @@ def jitted(called: Any) -> Any:
 
 def step_bytes(config: Config, rows: int, length: int) -> int:
     """The most of both halves of a compiled step, with what else lies there meanwhile."""
-    program = CompiledStep(
-        config, character_tokenizer(), policy_adamw(config.training), policy_settings(config)
-    )
+    tokenizer, settings = character_tokenizer(), policy_settings(config)
+    if (taught := config.distillation) is not None:
+        spec = template_of(config.policy, tokenizer).spec
+        settings = replace(settings, distillation=taught, teacher=spec)
+    program = CompiledStep(config, tokenizer, policy_adamw(config.training), settings)
     state, dtype = program.placed_like, jnp.dtype(program.settings.compute_dtype)
     mesh = program.layout.mesh
     of_rows = mesh and NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"), None))
@@ -85,6 +91,9 @@ def step_bytes(config: Config, rows: int, length: int) -> int:
         for name, each in parameter_structs(program.template).items()
         if name not in state.parameters
     }
+    if taught is not None:
+        beside = parameter_structs(program.template).items()
+        frozen |= {f"{TEACHER}{n}": jax.ShapeDtypeStruct(p.shape, dtype) for n, p in beside}
 
     def array(kind: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, rows, length), kind, sharding=of_rows)
@@ -137,6 +146,8 @@ def _bytes(tree: Any) -> int:
             WIDE, 192, 6, ("batching.packing=sequences", "batching.row_tokens=192"), id="packed",
             marks=pytest.mark.slow,
         ),
+        pytest.param(SCANNED, 64, 4, (EIGHT_BIT,), id="8-bit", marks=pytest.mark.slow),
+        pytest.param(SCANNED, 256, 4, (TAUGHT,), id="taught", marks=pytest.mark.slow),
         pytest.param(SMOLLM2_135M, 96, 16, (), id="135M", marks=pytest.mark.slow),
         pytest.param(SMOLLM2_135M, 96, 8, (LORA,), id="135M-adapter", marks=pytest.mark.slow),
         pytest.param(
