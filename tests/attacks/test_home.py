@@ -53,11 +53,11 @@ def test_a_home_that_cannot_be_written_is_a_warning_and_no_history(tmp_path, cap
     (tmp_path / "file").write_bytes(b"")
     home = {"home": tmp_path / "file" / "home"}
     monkeypatch.setattr(server._log, "handlers", [caplog.handler])
-    with temporary_settings(updates=home), server._environment() as own:
-        folder = Path(own["PREFECT_HOME"])
-        assert folder.is_dir()
-        assert own[server.DATABASE] == f"sqlite+aiosqlite:///{folder}/prefect.db"
-    assert not folder.exists()
+    with temporary_settings(updates=home):
+        own = server._environment(str(tmp_path / "spare"))
+    assert own["PREFECT_HOME"] == str(tmp_path / "spare")
+    database = f"sqlite+aiosqlite:///{tmp_path}/spare/prefect.db"
+    assert own["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == database
     assert "Prefect keeps no history of this run: " in caplog.text
 
 
