@@ -192,7 +192,6 @@ def finished(options: argparse.Namespace, number: int) -> StreamedGroup:
         number=number,
         sha256=f"{chunk * 2 + place % 2:064x}",
         version=0,
-        version_max=0,
         rollouts=options.group_size,
         differs=True,
         pack=key.rpartition("/")[2],
