@@ -58,7 +58,7 @@ def by_prefill(spec: Spec, fused: Decoder, ids: Any) -> tuple[jax.Array, jax.Arr
     """Flags [L, B, T, X] by the lines of `decoder.prompt_layer`, and the last states."""
     x, turns = decoder.prompt_inputs(spec, fused.ends, ids)
     flags = []
-    for kind, layer in zip(spec.kinds, fused.all_layers(spec), strict=True):
+    for kind, layer in zip(spec.kinds, fused.layers, strict=True):
         linears = FusedLinears(spec, layer)
         query, key, value = decoder._queries_keys_values(spec, kind, linears, x, turns)
         keys, values = jnp.moveaxis(key, 1, 3), jnp.moveaxis(value, 1, 2)
@@ -76,7 +76,7 @@ def by_decoding(
     """Flags [L, S, X] of a step by the lines of `decoder.step_layer`, logits, and the cache."""
     x, turns = decoder.step_inputs(spec, fused.ends, ids, positions)
     flags, written = [], []
-    for kind, layer, blocks in zip(spec.kinds, fused.all_layers(spec), cache, strict=True):
+    for kind, layer, blocks in zip(spec.kinds, fused.layers, cache, strict=True):
         linears = FusedLinears(spec, layer)
         query, key, value = decoder._queries_keys_values(spec, kind, linears, x, turns)
         blocks = write(blocks, key, value, positions)
