@@ -65,7 +65,10 @@ async def sample(stages: StageRunner, run: RunRef, round: int, policy: ServedPol
 async def learn(
     stages: StageRunner, run: RunRef, round: int, checkpoint: SlotRef, rollouts: SlotRef
 ) -> tuple[SlotRef, int]:
-    """Train on sealed rollouts, without an endpoint; the next checkpoint, and the updates."""
+    """Train on sealed rollouts from checkpoint `round`: needs no endpoint.
+
+    Returns the next checkpoint, and the number of updates.
+    """
     batches = await stages.run(process, run, round, rollouts)
     trained = await stages.run(train, run, round, batches, checkpoint)
     return trained, int(batches.summary["steps"]) * open_run(run).config.training.epochs

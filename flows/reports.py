@@ -84,7 +84,10 @@ def reporting(run: Run) -> Iterator[None]:
 
 
 class Reporter:
-    """Makes artifacts of a flow run, whose `attempt`-th process this is, from progress events."""
+    """Makes artifacts of one flow run from progress events.
+
+    `attempt` counts the processes of the flow run, this one included.
+    """
 
     def __init__(self, run: Run, flow_run_id: UUID, attempt: int = 1) -> None:
         self._run, self._flow_run_id, self._attempt = run, flow_run_id, attempt
@@ -227,7 +230,10 @@ def rounds_table(rows: Sequence[Row]) -> str:
 def round_page(
     run: Run, round: int, metrics: Mapping[str, float], key: Callable[[str], str]
 ) -> str:
-    """The Markdown page of a round; `key` names the run's other artifacts, which it links to."""
+    """The Markdown page of one round: main metrics, samples, commands, files, every metric.
+
+    `key` returns the keys of the run's other artifacts, which the page links to.
+    """
     main = {title: metrics[name] for name, title in TABLE_COLUMNS.items() if name in metrics}
     committed = (rollouts_slot(round), batches_slot(round), checkpoint_slot(round + 1))
     root = "" if run.config.root == "runs" else f" --root {shlex.quote(run.config.root)}"

@@ -63,7 +63,10 @@ def resolve_config(
     overrides: list[str] | None = None,
     rounds: int | None = None,
 ) -> Config:
-    """The configuration of a flow: a YAML file or the tree, overridden. Raises ConfigError."""
+    """The configuration that a flow's parameters stand for: a YAML file or the tree, overridden.
+
+    Raises ConfigError naming every wrong key.
+    """
     named = {"run_id": run_id, "rounds": rounds}
     changes = [
         *(overrides or []),

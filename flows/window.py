@@ -70,7 +70,10 @@ class Window(Rounds):
                 await self._aim(None)
 
     async def _take_up_newest_policy(self) -> None:
-        """Serve the latest checkpoint, once the chunks of earlier ones have ended."""
+        """Serve the latest checkpoint, once what earlier ones sample is finished.
+
+        With `in_flight_updates` at once: what is under way goes on with it.
+        """
         version = self._latest.number
         if self._sampled_by is not None and version == self._sampled_by.weight_version:
             return

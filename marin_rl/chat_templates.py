@@ -50,7 +50,10 @@ _pool = Pool(WorkerSpec(module="marin_rl.isolated.templates", limits=LIMITS), WO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and tools for templates; `opening` adds the assistant's, `options` are variables."""
+    """Messages and tools as templates expect them; `opening` ends with the assistant's opening.
+
+    `options` are values of other variables that the template reads.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -146,7 +149,10 @@ class TemplateOwner(Protocol):
 
 
 class ChatTemplate:
-    """A chat template with its special tokens, rendered in `pool`. Thread safe."""
+    """A chat template with its special tokens. May be used by several threads.
+
+    `pool` renders all but the built-in template; all share one unless another is given.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, Any], pool: Pool | None = None
@@ -170,7 +176,11 @@ class ChatTemplate:
     def render_all(
         self, conversations: Sequence[Conversation], *, spans: bool = False
     ) -> list[Rendering]:
-        """Renderings by one worker, with generation `spans`. TemplateRefusal, TemplateFault."""
+        """Render conversations, all of them by one worker.
+
+        `spans` asks for the generation blocks. Raises TemplateRefusal where the template refuses a
+        conversation, TemplateFault where it exceeds a limit or does what it must not.
+        """
         calling = any("tool_calls" in m for each in conversations for m in each.messages)
         if calling and not self.is_built_in:
             key = self.source, _as_json(self._special_tokens)
@@ -203,7 +213,10 @@ class ChatTemplate:
         return [Rendering(v["text"], [(start, end) for start, end in v["spans"]]) for v in values]
 
     def variables(self) -> frozenset[str]:
-        """Variables that the template reads besides a conversation's. Raises TemplateFault."""
+        """Return the variables that the template reads and a conversation does not have anyway.
+
+        `strftime_now` is one of them where the template asks for the day. Raises TemplateFault.
+        """
         if self.is_built_in:
             return frozenset()
         (answer,) = self._pool.ask([_as_json({"template": self.source})])
@@ -229,7 +242,10 @@ def reads_clock(tokenizer: TemplateOwner) -> bool:
 
 
 def check_options(tokenizer: TemplateOwner, options: Mapping[str, Any], key: str) -> None:
-    """InputError, with `key` and the known ones, for an option that the template does not read."""
+    """Raise InputError for an option that the chat template does not read, naming those it does.
+
+    `key` is that of the configuration. Raises TemplateFault.
+    """
     names = _variables_of(tokenizer)
     known = names - {CLOCK} | ({"date"} if CLOCK in names else set())
     if unknown := sorted(options.keys() - known):
@@ -245,7 +261,11 @@ def _variables_of(tokenizer: TemplateOwner) -> frozenset[str]:
 
 
 def with_options(source: str, options: Mapping[str, Any]) -> str:
-    """A template with these values of variables; `date` is the day that strftime_now gives."""
+    """Return a template in which variables have these values where a conversation has no others.
+
+    `date` is the day that `strftime_now` gives. The values are part of the template, also where it
+    is exported to.
+    """
     values = dict(options)
     if "date" in values:
         values[DATE] = values["date"]
@@ -276,7 +296,11 @@ def start_worker() -> None:
 
 
 def prove(tokenizer: TemplateOwner) -> None:
-    """Render probe conversations: refusals of all but the plainest pass. Raises InputError."""
+    """Render probe conversations by a folder's template. Raises InputError where one shows a fault.
+
+    A single message of a user must be rendered. A template may refuse the others (system messages,
+    several turns, tool calls), but it may not exceed a limit with them.
+    """
     for name, conversation in PROBES.items():
         template = ChatTemplate.of(tokenizer, tools=conversation.tools is not None)
         try:

@@ -106,7 +106,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Metrics, samples and Parquet rows of a target, and the prompt and files of `suites`."""
+    """The `eval/*` metrics of a target, its samples, and the rows as one Parquet file's bytes.
+
+    `suites` are the prompt and the files of each suite, with their SHA-256.
+    """
 
     model: str
     config: Config
@@ -117,7 +120,11 @@ class EvaluationResult:
 
 
 def evaluate_target(target: Target, request: EvaluationRequest) -> EvaluationResult:
-    """Evaluate a target on held-out examples. ConfigError, ObjectMissing, InputError."""
+    """Evaluate a target on held-out examples.
+
+    Raises ConfigError for settings that do not go together, ObjectMissing for a checkpoint that is
+    not there, InputError for an unfit folder or prompt file, and what the client raises.
+    """
     if bool(request.suites) != bool(request.data) or (request.suites and request.environment):
         raise ConfigError("--suite and --data FILE or FOLDER go together, and without --env")
     if target.endpoint is not None:
@@ -176,7 +183,10 @@ def evaluation_config(
 def _suites_config(
     tree: dict[str, Any], request: EvaluationRequest, most: int
 ) -> tuple[Config, tuple[HeldOut, ...]]:
-    """Configuration of suites as named sets with limits up to `most`. ConfigError, InputError."""
+    """The configuration of suites as named sets; each has its usual limit of at most `most` tokens.
+
+    Raises ConfigError, InputError for files of another shape.
+    """
     sets = tree["evaluation"]["sets"] = dict[str, Any]()
     for item in request.suites:
         suite, _, prompt = item.partition(":")

@@ -169,7 +169,11 @@ def machine_facts() -> dict[str, str]:
 
 
 def machine_key() -> str:
-    """Name for this machine's programs: instruction set, threads, digest of other facts."""
+    """A name for this machine's programs: instruction set, threads, digest of facts and features.
+
+    The device is left out: it is not known before JAX has started, and JAX keeps programs of
+    different devices apart.
+    """
     facts = {name: value for name, value in machine_facts().items() if name != "device"}
     text = repr((sorted(facts.items()), sorted(_features())))
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -257,7 +261,10 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 
 @cache
 def share_one_heap() -> bool:
-    """Let threads that start later allocate from one heap; True where that was done."""
+    """Let all threads allocate from one heap; True where that was done.
+
+    Threads that allocated before keep theirs, so this goes before any library that starts some.
+    """
     library = glibc()
     return library is not None and bool(library.mallopt(M_ARENA_MAX, 1))
 
@@ -403,7 +410,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(work: str, keys: Sequence[str], error: BaseException) -> OutOfMemory:
-    """Error of a failed allocation; `keys` are settings that lower it, the mildest first."""
+    """Build the error of a failed allocation: bytes asked for, bytes there, settings to lower.
+
+    `keys` are settings that lower it, the mildest first.
+    """
     asked = _ASKED.search(str(error))
     amount = ""
     if asked is not None:
@@ -429,7 +439,10 @@ def device_lost(work: str, error: BaseException) -> DeviceLost | None:
 
 @contextmanager
 def memory_errors(work: str, keys: Iterable[str]) -> Iterator[None]:
-    """Raise OutOfMemory or DeviceLost in place of XLA's and Python's errors in the block."""
+    """Raise OutOfMemory in place of what XLA or Python raise where memory ends in the block.
+
+    DeviceLost where a card fails in it.
+    """
     try:
         yield
     except (RuntimeError, MemoryError) as error:

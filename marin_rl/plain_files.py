@@ -101,7 +101,10 @@ def object_in(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def check_model_folder(folder: Path) -> None:
-    """InputError for a folder with anything but ordinary files, links followed."""
+    """Raise InputError for a folder in which something would be read that is no ordinary file.
+
+    Symbolic links count as what they lead to: the Hugging Face cache is made of them.
+    """
     for top in (folder, folder / _TEMPLATES):
         for count, path in enumerate(top.iterdir() if top.is_dir() else ()):
             if count >= ENTRIES_MAX:
@@ -186,7 +189,10 @@ Content = bytes | Link | None  # of a file; None: there is none
 
 @contextmanager
 def whole_or_absent(place: Path) -> Iterator[Path]:
-    """A hidden path beside `place`, which takes its name once whole; a failure leaves nothing."""
+    """A hidden path beside `place`, for a file or a folder that takes its name when it is whole.
+
+    A reader sees what was there before, or all of the new. What fails leaves nothing.
+    """
     partial = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
     try:
         yield partial
@@ -197,7 +203,11 @@ def whole_or_absent(place: Path) -> Iterator[Path]:
 
 
 def plain_parts(name: str) -> tuple[str, ...]:
-    """Parts of a plain relative path. ValueError for absolute ones, `..`, and unfit names."""
+    """Return the parts of a plain relative path.
+
+    Raises ValueError for an absolute path, one with `..`, `.` or an empty part, and for what no
+    file name can be.
+    """
     parts = tuple(name.split("/"))
     if "\0" in name or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"expected a plain relative path without .., found {name!r:.200}")
@@ -280,7 +290,11 @@ def _read(top: Path, way: Sequence[str], *, last: bool) -> Content | Literal[Tru
 
 
 def write_at(top: Path, name: str, content: Content) -> None:
-    """Write or delete a file or link below `top`. ValueError, IsADirectoryError, OSError."""
+    """Write a file or a link below `top`, or delete it, in place of what is there.
+
+    Raises ValueError for a name that is no plain path, IsADirectoryError where a folder is in its
+    place, OSError.
+    """
     *folders, last = plain_parts(name)
     try:
         with folder_below(top, folders, make=content is not None) as folder:

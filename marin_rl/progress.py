@@ -154,7 +154,10 @@ def say(line: str) -> None:
 
 @contextmanager
 def phase(name: str | Callable[[], str]) -> Iterator[Phase]:
-    """Open a phase for a block or a function; said to listeners once it lasts."""
+    """Open a phase for the block, or for each call of a function that this decorates.
+
+    It is said where something of this process is listened to by `saying`, and lasts long enough.
+    """
     global _opened_at
     opened = Phase(name)
     with _lock:

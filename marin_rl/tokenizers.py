@@ -82,7 +82,10 @@ def tokenizer_for(policy: PolicyConfig) -> PreTrainedTokenizerBase:
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer of 103 ids: printable ASCII, newline, roles, padding, end and unknown."""
+    """Tokenizer of characters: a token per printable ASCII one, newline, role, padding and end.
+
+    103 ids, the special ones first; any other character becomes `<|unknown|>`.
+    """
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters_backend(),
         pad_token=PAD,
@@ -97,7 +100,12 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Read and check a chat tokenizer of transformers 4 or 5 from a folder. InputError."""
+    """Read a tokenizer from a local folder, and check that it can be used for chat.
+
+    Folders of transformers 4 and of transformers 5 are read alike. Raises InputError when the
+    folder or its files are missing or no ordinary files, or when it has no chat template or no end
+    token.
+    """
     path = Path(folder)
     check_tokenizer_folder(path)
     try:
@@ -176,7 +184,11 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def trained_ends(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids after which nothing of a demonstration is trained on; none where the run names none."""
+    """Ids after which nothing of a demonstration is trained on; none where the run names none.
+
+    Those are runs from before `policy.end_tokens`, and runs by the built-in template, which writes
+    nothing after an end.
+    """
     return end_token_ids(tokenizer) if policy.end_tokens is not None else ()
 
 
@@ -284,7 +296,10 @@ def chat_template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def unlisted_end_ids(policy: PolicyConfig) -> tuple[int, ...]:
-    """Ids of `policy.end_tokens` that no file of the tokenizer lists. Raises InputError."""
+    """Ids of `policy.end_tokens` that no file of the tokenizer lists: servers do not know them.
+
+    Raises InputError.
+    """
     if policy.end_tokens is None:
         return ()
     listed = end_token_ids(tokenizer_for(policy.model_copy(update={"end_tokens": None})))
@@ -340,7 +355,10 @@ def any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
-    """The tokenizer's end token, then those of generation_config.json. Raises InputError."""
+    """Return the tokenizer's end token, then others that generation_config.json lists.
+
+    Raises InputError for a file that has no such list.
+    """
     file = Path(folder, "generation_config.json")
     if not folder or not file.is_file():
         return (end,)
@@ -352,7 +370,10 @@ def listed_end_ids(folder: str, end: int) -> tuple[int, ...]:
 
 
 def end_tokens_of(policy: PolicyConfig) -> tuple[str, ...] | None:
-    """The token that ends an answer by the policy's chat template, if any. Raises InputError."""
+    """The token that ends an answer by the policy's chat template; None where none does.
+
+    Raises InputError as `template_ends` does.
+    """
     if tokenizer_folder(policy) is None:
         return None  # its one end token ends everything
     return template_ends(tokenizer_for(policy)) or None

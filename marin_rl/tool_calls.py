@@ -65,7 +65,11 @@ class ParsedAnswer:
 
 
 def tool_format(tokenizer: "PreTrainedTokenizerBase") -> ToolFormat | None:
-    """Format of tool calls in a chat template, found by rendering one; None without."""
+    """The format in which the tokenizer's chat template writes tool calls, or None.
+
+    Determined by rendering a conversation with a call in it, so that text of the template about
+    calls elsewhere, in comments or instructions, cannot mislead.
+    """
     try:
         template = ChatTemplate.of(tokenizer, tools=True)
         text = template.render(CALL_PROBE).text
@@ -178,7 +182,10 @@ def parse_tool_calls(
     most: int | None = None,
     new_id: Callable[[], str] = new_call_id,
 ) -> ParsedAnswer:
-    """Content and the first `most` calls of a completion that was offered `tools`."""
+    """A whole completion's content and its calls, the first `most` of them.
+
+    `tools` are those that were offered (`parameters_of`); `new_id` makes the calls' ids.
+    """
     stream = ToolCallStream(form, tools, new_id)
     pieces = [*stream.feed(text), *stream.finish()]
     content = "".join(piece for piece in pieces if isinstance(piece, str))
@@ -282,7 +289,10 @@ class ToolCallStream:
         return len(buffer) - length, False
 
     def _closed(self, out: list[str | ToolCall]) -> bool:
-        """Emit the call, or text, up to a closing tag outside of values; False without one."""
+        """Emit the tool call, or plain text, up to its closing tag; return True if it is there.
+
+        A closing marker in a JSON string, or in the value of a parameter, is a part of that.
+        """
         opening, closing = self._form.opening, self._form.closing
         if not closing:
             return False

@@ -153,7 +153,11 @@ def check_named(
 
 
 def code_of_updates(config: Config) -> tuple[str, ...]:
-    """Sections whose code updates run; the environment's tools where a teacher reads them."""
+    """Sections whose code the updates of a round run.
+
+    The environment says which tools its prompts offer, where a teacher beside the policy reads them
+    after a context.
+    """
     teacher = config.distillation
     rendered = teacher is not None and teacher.loss is not None and teacher.context
     return ("objective", "environment") if rendered else ("objective",)
@@ -189,7 +193,11 @@ def _use_of(key: str, value: str) -> str:
 
 
 def pin_function(run: Run, typed: str, option: str, *, trust: bool) -> str:
-    """Pin typed code to its file here, else to the run's copy. Raises ConfigError with `option`."""
+    """Pin code that the user typed: to its file in the current folder, else to the run's copy.
+
+    Raises ConfigError with `option` if there is neither, and for a copy in the run of somebody else
+    without `trust`.
+    """
     spec = parse_spec(typed)
     copy = None
     if spec is not None and spec.is_file and not Path(spec.module).is_file():

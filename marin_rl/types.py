@@ -107,7 +107,11 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardComponent:
-    """Named part of a reward, the sum of `weight * value`; `detail` is a text behind it."""
+    """Named part of a reward; the reward is the sum of `weight * value`.
+
+    `detail` is a text behind the value, such as a judge's reply; it is stored with the metadata of
+    the rollout.
+    """
 
     name: str
     value: float
@@ -154,7 +158,11 @@ class InferenceMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTiming:
-    """Seconds of a sampled turn by phase, None if unknown; first turns share a request's."""
+    """Seconds of a sampled turn by phase; None where they are not known.
+
+    `queue_s`, `prefill_s` and `decode_s` are those of the engine's request, which the first turns
+    of a group share. `environment_s` is the environment's time for its answer to the turn.
+    """
 
     queue_s: float | None = None
     prefill_s: float | None = None

@@ -179,7 +179,10 @@ def _syntax(error: Exception, origin: str) -> str:
 
 
 def offer(digest: str, read: Callable[[], bytes], origin: str, *, allowed: bool) -> None:
-    """Make a source known by its digest, unless it is; `allowed` or a later `allow` lets it run."""
+    """Make a source known by its digest; `read` is called, and checked, when it is needed.
+
+    Without `allowed` it is not run until `allow` names it. A source that is known stays.
+    """
     with _lock:
         known = _sources.setdefault(digest, _Source(read, origin, allowed))
         known.allowed = known.allowed or allowed
@@ -222,7 +225,11 @@ def offer_packed(packed: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def load(text: str, role: str) -> Any:
-    """The function or class that a name of code stands for; `role` is for messages. InputError."""
+    """The function or class that a name of code stands for; `role` is for messages.
+
+    Raises InputError for another form, a module that is not there or fails, a name that it lacks, a
+    value that cannot be called, and code that was not read or not allowed.
+    """
     spec = parse_spec(text)
     if spec is None:
         raise InputError(f"{role} {text!r}: expected FILE.py:name or module:name")
@@ -335,7 +342,10 @@ def registered(name: str) -> list[CodeSpec]:
 
 
 def record_of(spec: CodeSpec) -> dict[str, str]:
-    """Identity of code for run.json, looked up and not run; of packages their version too."""
+    """Identity of code for run.json: `spec`, `sha256` of its file; of a package also its version.
+
+    An installed module is looked up, not run.
+    """
     if spec.is_file:
         return {"spec": spec.typed, "sha256": spec.sha256}
     record = {"spec": spec.typed}

@@ -41,7 +41,11 @@ def sealed_json(record: Mapping[str, Any]) -> bytes:
 
 
 def open_sealed_json(data: bytes, *, format: str, version: int) -> dict[str, Any]:
-    """The record inside `sealed_json`. Raises Malformed, and NewerVersion above `version`."""
+    """The record inside `sealed_json`, without its digest.
+
+    Raises Malformed when this is not such a record, names another format, or does not match its
+    digest; NewerVersion when its version is above `version`.
+    """
     return _opened(data, format, version)[0]
 
 

@@ -86,7 +86,10 @@ _DECODER = json.JSONDecoder(
 
 
 def check_bounds(data: bytes, limits: JsonLimits) -> None:
-    """Raise TooMuchJson beyond the limits; what is no JSON may pass, for the parser stops there."""
+    """Raise TooMuchJson for a document with too many values, names, containers, or levels.
+
+    Bytes that are not JSON may pass, for the parser stops at the first of them.
+    """
     containers = data.count(b"[") + data.count(b"{")
     if (
         containers <= limits.depth_max

@@ -151,7 +151,10 @@ async def _played(
 
 
 def _opened(run: RunRef, policy: ServedPolicy) -> Run:
-    """The run, where this process may sample for it. Raises ConfigError."""
+    """The run, where this process may sample for the machine that gave it out.
+
+    Raises ConfigError for other code or another tokenizer.
+    """
     opened = open_run(run)
     if not run.code:
         return opened

@@ -157,7 +157,11 @@ def trace_forward(run: Run, rollout_id: str) -> Lineage:
 
 
 def _add_updates(graph: Lineage, run: Run, place: Mapping[str, Any], fate: Facts) -> str | None:
-    """The rows and updates of its round that a rollout influenced; the last update, if any."""
+    """The rows and updates of its round that a rollout influenced; the last update, if any.
+
+    Each update starts from the one before it. With several passes the steps before the first one
+    come after the last one, in the second pass.
+    """
     round, rollout_id = int(place["round"]), place["rollout_id"]
     player = run.at_round(round)
     batches = committed_manifest(run.store, layout.batches_slot(round))
@@ -203,7 +207,10 @@ def _depends(row: Facts, place: Facts, objective: ObjectiveConfig) -> bool:
 
 
 def as_text(graph: Lineage, *, rows: bool = True) -> Iterator[str]:
-    """A paragraph per node; without `rows`, several batch rows or rollouts are counted instead."""
+    """A paragraph per node: its facts and its sources.
+
+    Without `rows`, batch rows and rollouts are counted where there are several.
+    """
     kinds = Counter(node.kind for node in graph.nodes.values())
     counted = () if rows else tuple(kind for kind in COUNTED if kinds[kind] > 1)
     told = set[str]()
@@ -293,7 +300,10 @@ def _needed(graph: Lineage) -> list[Edge]:
 def _consumed(
     run: Run, batches: Manifest, step: int | None, row: int | None
 ) -> list[dict[str, Any]]:
-    """Dispositions of trained rollouts by step, row and segment, in the row of each segment."""
+    """Dispositions of the rollouts that were trained on, by step, row and segment.
+
+    A rollout of several segments is in the row of each.
+    """
     dispositions = dispositions_of(run, batches).to_pylist()
     consumed = [place for place in dispositions if place["disposition"] == "consumed"]
     if row is not None:

@@ -54,7 +54,10 @@ Step32 = Float32[np.ndarray, "1 R T"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Batch, scores and arrays of an optimizer step; `url` is the checkpoint's, for errors."""
+    """Optimizer step of a round: its batch, its scores, and the batch as the step's arrays.
+
+    `url` names the checkpoint's slot in errors.
+    """
 
     batch: TrainingBatch
     scores: StepScores
@@ -235,7 +238,10 @@ def _reported(
 
 
 def _contradictions(step: RecordedStep, extra: RowExtras | None, config: Config) -> dict[str, int]:
-    """Numbers of tokens whose scores contradict the batch and the trainer's `extra`, by kind."""
+    """Number of a step's tokens whose scores contradict its batch or follow from nothing, by kind.
+
+    `extra` is what the trainer adds to the rows, None where nothing.
+    """
     scores, mask, objective = step.scores, step.mask, config.objective
     names = tuple(name for row in step.batch.rollout_ids for name in row)
     if names != scores.rollout_ids or not np.array_equal(_counts(step), scores.counts):
@@ -285,7 +291,10 @@ def _ratios(step: RecordedStep, objective: ObjectiveConfig) -> Float32[np.ndarra
 
 
 def _impossible_norms(step: RecordedStep) -> Bool[np.ndarray, " N"]:
-    """True for squared norms outside of (1 - p)^2 to 2 (1 - p)^2: the others' p sum to 1 - p."""
+    """Squared norms outside of (1 - p)^2 and twice that: the others' p sum to 1 - p.
+
+    All False where p(y) before the first update is not recorded.
+    """
     corrected = step.scores.floats["old_logprobs"] is not None
     if not corrected and step.scores.step > 0:
         return np.zeros(len(step.scores.positions), bool)

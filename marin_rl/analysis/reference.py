@@ -18,7 +18,10 @@ _LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "max_length": "at most"
 
 
 def configuration_markdown() -> str:
-    """Return a list per section, a line of Markdown per key: type, default and meaning."""
+    """Return a list per section: a key with its type and default, and below it the meaning.
+
+    One line of Markdown a key: a table of as many columns leaves a word a line to the meaning.
+    """
     lines = [
         "# Configuration reference",
         "",
@@ -35,7 +38,10 @@ def configuration_markdown() -> str:
 
 
 def configuration_keys() -> Iterator[dict[str, Any]]:
-    """Yield the same keys as values; `environment.options` name their environment too."""
+    """Yield the same keys as plain values: key, type, default, range, free, meaning.
+
+    Keys of `environment.options` also say which environment takes them, in `section`.
+    """
     for title, prefix, section in _titled_sections():
         for name, info in _keys(section):
             required = info.is_required()

@@ -144,7 +144,11 @@ def _is_fixed(field: pa.Field) -> bool:
 
 
 def of_manifests(kind: str, prefix: str, behind: int, runs: Sequence[Run]) -> list[Part]:
-    """Parts that committed manifests name, each once; rows are of `behind` rounds before."""
+    """The parts that committed manifests of a kind name, each once.
+
+    The rows of a slot are of `behind` rounds before the slot's own: scores lie in the checkpoint
+    that their round ended in.
+    """
     seen, parts = set[tuple[str, str]](), []
     for run in runs:
         for number, name in _rounds(run, kind):

@@ -179,7 +179,11 @@ def _best(run: Run, trained: int) -> str | None:
 
 
 def fleet_rows(run: Run) -> list[dict[str, Any]]:
-    """Servers that announce themselves, by address; `beat_ago_s` compares two machines' clocks."""
+    """Servers that announce themselves next to a run, by address; none of them is asked anything.
+
+    `beat_ago_s` is by the clocks of this machine and of the server, which may differ. What cannot
+    be read has its `error` alone.
+    """
     rows: list[dict[str, Any]] = []
     board = board_of(run.config.inference, run.folder)
     for beat in board.heartbeats():

@@ -41,7 +41,10 @@ CODE = ("environment", "evaluation")  # sections that name what extracts answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Verdict on a metric: its `problem`, or why it is `unchecked`; else they are empty."""
+    """Verdict on a metric of a round: `expected` by the files, and `found` in the metrics row.
+
+    `problem` says what is wrong, `unchecked` why it was not compared; else they are empty.
+    """
 
     round: int
     metric: str

@@ -39,7 +39,10 @@ _ALL = {  # where the share is 100 %
 
 
 def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
-    """Warnings about the latest rounds, a sentence each; `run_id` goes into their commands."""
+    """Warnings about the latest rounds, a sentence each; none for a run that goes well.
+
+    `run_id` stands in the commands that they name.
+    """
     trained = [row for row in rows if row.get("reward") is not None]
     if not trained:
         return []
@@ -56,7 +59,10 @@ def warnings_of(rows: Rows, run_id: str = "RUN") -> list[str]:
 
 
 class NewWarnings:
-    """Warnings of a run in progress, by its events; a kind is announced once, when it appears."""
+    """Warnings of a run in progress, by its events; a kind is announced once, when it appears.
+
+    Evaluations of few examples are one of them where the environment has `more_examples`.
+    """
 
     def __init__(
         self, run_id: str, announce: Callable[[str], None], *, more_examples: bool = False

@@ -38,7 +38,10 @@ FoldersOf = Callable[[str], Sequence[Path]]  # in which the files of a dotted ke
 
 
 class _Text(NamedTuple):
-    """A text at `name` of a container, after `prefix`; `sure` where it can only be a path."""
+    """A text in a plain tree: its dotted key, and `name` in its container.
+
+    What is named begins after `prefix`. It is `sure` to be a path, or may be another word.
+    """
 
     key: str
     container: Any
@@ -55,7 +58,10 @@ class _Text(NamedTuple):
 
 
 def pin_code(tree: Mapping[str, Any], folders: Path | FoldersOf) -> dict[str, Any]:
-    """Copy of a plain tree with digests of files of code, from the first folder that has each."""
+    """A copy of a plain tree in which every file of code has its digest; see `user_code.pin`.
+
+    The first folder that has the file counts. Raises ConfigError naming the key and the last one.
+    """
     result = _copied(tree)
     for text in _code_texts(result):
         spec = parse_spec(text.value)

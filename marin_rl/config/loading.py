@@ -102,7 +102,10 @@ def as_overrides(overrides: Overrides) -> list[str]:
 
 
 def pin_files(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy of a plain tree with digests of code and placed paths, by the current folder."""
+    """Return a plain tree with digests of its files of code, and with its relative paths placed.
+
+    Both are sought in the current folder. Raises ConfigError naming the key.
+    """
     return place_files(pin_code(tree, Path()))
 
 

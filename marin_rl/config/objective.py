@@ -289,7 +289,10 @@ class ObjectiveConfig(Section):
 
     @property
     def kl_by_token(self) -> bool:
-        """True if later KL is subtracted from each token's advantage, without a critic."""
+        """True if later KL is subtracted from the advantage of each token, before whitening.
+
+        A critic learns it through rewards instead, at any scale.
+        """
         whitens = self.advantage_scale == "token_whitening"
         return self.kl_in_reward and whitens and not self.estimator.needs_critic
 

@@ -73,7 +73,10 @@ class Section(BaseModel):
 
 
 def fingerprint_fields(node: Section) -> dict[str, Any]:
-    """Fields that decide the content of slots, with paths as their user wrote them."""
+    """The part of a section that decides the content of slots: everything but free fields.
+
+    Paths are as their user wrote them, wherever they lie.
+    """
     return as_written(content_fields(node))
 
 
@@ -83,7 +86,10 @@ def content_fields(node: Section) -> dict[str, Any]:
 
 
 def with_choices(node: Node, choice: Callable[[str], Any], prefix: str = "") -> Node:
-    """Replace null `AS_BEGUN` keys by `choice(key)` unless that is None."""
+    """Return a section with `choice` of each key in it that is marked `AS_BEGUN` and null.
+
+    `choice` takes the dotted name of a key, below `prefix`; None leaves the key as it is.
+    """
     update: dict[str, Any] = {}
     for name, info in type(node).model_fields.items():
         value, key = getattr(node, name), prefix + name
@@ -150,7 +156,11 @@ def optional_field(
     plan: bool = False,
     **limits: Any,
 ) -> Any:
-    """A null default that is left out of files, marked by `as_begun`, `runtime_only`, `plan`."""
+    """A key that is null by default, and then left out of all that is written.
+
+    `as_begun` marks it `AS_BEGUN`, at a word in place of null, or the named entries of a mapping;
+    `runtime_only` and `plan` mark it `RUNTIME_ONLY` and `PLAN` as well.
+    """
     marks = dict(AS_BEGUN if as_begun is True else OMIT_IF_NONE)
     if isinstance(as_begun, str):
         marks["as_begun"] = as_begun

@@ -295,7 +295,11 @@ class InferenceConfig(Section):
 
     @property
     def has_fleet(self) -> bool:
-        """True where endpoints are looked up and proven all along; a plain list is none."""
+        """True where endpoints are looked up and proven all along, not once for each round.
+
+        A plain list of URLs is no fleet. Adapters, and SGLang's own route, are asked for in ways
+        that a fleet's client does not know.
+        """
         if not self.endpoints or self.publish == "lora_adapter" or self.route == "sglang":
             return False
         return not self.is_listed or self.publish in ("pull", "vllm_reload")

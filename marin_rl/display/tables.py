@@ -166,7 +166,10 @@ def _cell(value: Any) -> str:
 def empty_table(
     title: str, headings: Sequence[str], left: Sequence[str] = (), *, show_lines: bool = False
 ) -> Table:
-    """An empty table without vertical lines; columns that are not in `left` are aligned right."""
+    """An empty table; columns that are not in `left` are aligned right, as numbers are.
+
+    It has no vertical lines, so that more columns fit, and wraps long cells.
+    """
     table = Table(
         title=plain(title, TITLE),
         title_justify="left",

@@ -137,7 +137,10 @@ def learned_rows(config: Config) -> str:
 
 @lru_cache(maxsize=1)
 def _compared(settings: str) -> int:
-    """Compare a warm start's demonstrations; their number. Cached, as two stages ask."""
+    """Compare the demonstrations of a configuration, given as JSON; return how many differ.
+
+    Cached, for two stages of the warm start ask. Raises InputError that names the row.
+    """
     config = Config.model_validate_json(settings)
     tokenizer = tokenizer_for(config.policy)
     lengths = _lengths(tokenizer, _demonstrations(config), config.sft.train_on)
@@ -277,7 +280,10 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def _rewards(config: Config, example: Example, completions: Sequence[str]) -> list[float | None]:
-    """Score completions in the run's worker, None where it abstains. Raises InputError."""
+    """Score completions in the worker that the run will use; None where no function applies.
+
+    Raises InputError for a fault, before the next call: a failed one may have taken all its time.
+    """
     part = registry.part_for(environment_of(config), config.environment, example)
     scorer = scorer_for(part.environment, part.config)
     by_group = await_apart(scorer.scores_groups)

@@ -164,7 +164,10 @@ def prompts(config: Config) -> str:
 
 
 def _measured(config: Config) -> dict[str, Example]:
-    """Examples whose prompts are measured, by name: a new run's rows, else a first round's."""
+    """Return the examples whose prompts are measured: a new run's rows, else a first round's.
+
+    By name, with the place of a row; rows in the order of their files.
+    """
     count = min(PROMPTS_CHECKED_MAX, config.rollouts.groups_per_round)
     few = {f"the prompt of {each.example_id}": each for each in first_examples(config, count)}
     with suppress(ObjectMissing):  # a run that has begun keeps its rows
@@ -180,7 +183,10 @@ def _measured(config: Config) -> dict[str, Example]:
 
 
 def tools(config: Config) -> str:
-    """Check that the chat template carries the offered tools, and that prompts call no others."""
+    """Check that the policy's chat template carries the tools that episodes offer.
+
+    Also that no prompt to sample for calls tools, which its environment would not offer.
+    """
     names: list[str] = []
     sampled = [*parts_of(environment_of(config), config.environment)]
     if config.evaluation.sets is not None:
@@ -224,7 +230,10 @@ def first_examples(config: Config, count: int) -> list[Example]:
 
 
 def rendered(config: Config, examples: Sequence[Example]) -> list[tuple[str, int]]:
-    """Prompts of examples as the model sees them, and their lengths. Raises InputError."""
+    """Return the prompts of examples as the model sees them, each with its number of tokens.
+
+    Raises InputError with the example, its roles and the reason where the template refuses one.
+    """
     tokenizer = tokenizer_for(config.policy)
     try:
         return rendered_prompts(tokenizer, [example.messages for example in examples])

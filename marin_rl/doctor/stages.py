@@ -27,7 +27,10 @@ EVERYBODY = ROUNDS | OF_PAIRS
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A check, which returns a line of text or raises, and the flows that use it."""
+    """One check of a configuration, which returns a line of text or raises an error of our tree.
+
+    `used_by` are flows by their names, and the doctor.
+    """
 
     name: str
     check: Callable[[Config], str]

@@ -105,7 +105,10 @@ def _trained(run: Run) -> int:
 
 
 def finished(config: Config, flow: str) -> SlotRef | None:
-    """The checkpoint that `flow` ended with; None while it has work to do. Raises RunLocked."""
+    """Return the checkpoint that `flow` ended with; None while it has work to do.
+
+    Writes nothing. Raises RunLocked if another process on this machine works on the run.
+    """
     if (run := _begun(config)) is None:
         return None
     if (path := run.folder.local_path(runs.LOCK_KEY)) is not None:

@@ -20,7 +20,10 @@ PLAN_ERROR = 0.15
 
 
 def memory(config: Config) -> str:
-    """Check that a run's peak fits. Raises OutOfMemory, naming settings that lower it."""
+    """Check that what a run needs at its peak is there at all.
+
+    Raises OutOfMemory, naming what is needed, what there is, and the settings that lower it.
+    """
     planned, here = plan(config), room()
     if planned.peak_bytes is None or planned.training_bytes is None:
         return "not known without the model's folder"

@@ -110,12 +110,18 @@ class Environment(ABC):
         return Demonstration(messages=example.messages, answer=assistant(text), name=name)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
-        """Raise InputError without a demonstration; by default the first example decides."""
+        """Raise InputError where one of the first `count` training examples has none.
+
+        By default the first one speaks for all.
+        """
         if count and self.demonstration(example := self.example(seed, 0, "train")) is None:
             raise InputError(no_demonstration(self, example))
 
     def notices(self, *, scored: bool = True) -> Sequence[str]:
-        """Sentences on its data for users; those on rewards only where examples are `scored`."""
+        """Sentences on its data that a user may not expect, known after `load_examples`.
+
+        Those on rewards are left out where nothing is `scored`: of demonstrations.
+        """
         return ()
 
     @abstractmethod
@@ -128,7 +134,10 @@ class Environment(ABC):
 
     @property
     def scores_groups(self) -> bool:
-        """True where one call scores a group (`score_group`); known after `load_scorer`."""
+        """True where the completions of an example are scored in one call, by `score_group`.
+
+        Known after `load_scorer`.
+        """
         return self.defines("score_group")
 
     def score_group(
@@ -160,13 +169,21 @@ class Environment(ABC):
         return self.defines("episode")
 
     def tools_offered(self) -> Sequence[Tool]:
-        """Tools of every episode, checked against the chat template before a run starts."""
+        """Tools that every episode offers.
+
+        They are checked against the policy's chat template before a run starts; tools that an
+        episode returns from `start` alone are checked there.
+        """
         return ()
 
     async def rollouts(
         self, example: Example, policy: PolicyAddress
     ) -> Sequence[FinishedRollout | RewardFault]:
-        """A rollout or fault per `policy.sampling` of an environment that samples by itself."""
+        """A rollout or a fault for each entry of `policy.sampling`, in order.
+
+        For environments that sample from the policy by themselves. May raise anything;
+        EndpointUnavailable says that its own server cannot be reached.
+        """
         raise AssertionError(f"{self.name} does not sample by itself: see returns_rollouts")
 
     @property
@@ -211,7 +228,10 @@ class RewardedElsewhere(Environment):
 
 
 def completed(environment: Any) -> Environment:
-    """Give a user's environment the optional parts of `Environment`. Raises ConfigError."""
+    """Give an environment that is no subclass of `Environment` the defaults of its optional parts.
+
+    Raises ConfigError where its class cannot have another base, such as one with `__slots__`.
+    """
     kind = type(environment)
     if not isinstance(environment, Environment):
         own = {"__module__": kind.__module__}
@@ -236,7 +256,10 @@ def no_demonstration(environment: Environment, example: Example) -> str:
 
 
 def answer_in(environment: Environment, completion: str) -> str | None:
-    """The extracted answer, by default the stripped text; None where extracting fails."""
+    """The answer that an environment extracts; by default the whole text, stripped.
+
+    None, which is no vote, where extracting fails.
+    """
     try:
         return environment.extract(completion)
     except InputError:
@@ -246,7 +269,10 @@ def answer_in(environment: Environment, completion: str) -> str | None:
 
 
 def plain_json(metadata: Mapping[Any, Any], source: str) -> dict[str, Any]:
-    """`metadata` as plain JSON values; other values become strings, NaN null. Raises InputError."""
+    """`metadata` as plain JSON values: what is not JSON becomes a string, NaN becomes null.
+
+    Raises InputError where a key cannot be one in JSON.
+    """
     option = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS
     try:
         return orjson.loads(orjson.dumps(dict(metadata), default=str, option=option))

@@ -360,7 +360,10 @@ class ProblemOptions(RowOptions):
 
 
 class Problems(RowEnvironment):
-    """Problems from files; a subclass defines `extract`, `load_scorer` and `score`."""
+    """Problems from files, whose answers this package checks, one completion at a time.
+
+    A subclass defines `extract`, `load_scorer` and `score`.
+    """
 
     extracts_here = True
 

@@ -19,7 +19,12 @@ SEED_END = 2**63
 def make_environment(
     config: EnvironmentConfig, *, train_examples: int = 1, eval_examples: int = 1
 ) -> Environment:
-    """The environment of a run with examples of both splits. ConfigError, InputError."""
+    """The environment that a run uses, proven to have examples.
+
+    `train_examples` and `eval_examples` are how many the run may take of each split. Raises
+    ConfigError for an unknown name, wrong options, or seeds from which training and evaluation
+    would meet; InputError where there are no examples.
+    """
     check_seeds_apart(config, config, train_examples=train_examples, eval_examples=eval_examples)
     return loaded_environment(config, "train", "eval")
 
@@ -62,7 +67,11 @@ def environment_of(config: Config) -> Environment:
 
 
 def _check_goes_on(environment: Environment, config: Config) -> None:
-    """ConfigError for rollouts that no later process or policy could take up again."""
+    """Raise ConfigError for environments whose rollouts no other policy can go on with.
+
+    With partial_tokens, episodes are begun again and given the recorded turns, so their steps must
+    have no effects outside, and answer as before.
+    """
     for part in parts_of(environment, config.environment):
         own = part.environment
         samples, asks = own.returns_rollouts, own.asks_policy
@@ -100,7 +109,11 @@ def entries_of(config: EnvironmentConfig) -> dict[str, EnvironmentConfig]:
 def check_entries_apart(
     config: EnvironmentConfig, *, train_examples: int, eval_examples: int, weighs: bool = False
 ) -> None:
-    """ConfigError for environments of a list whose examples meet; `weighs`: each may have all."""
+    """Refuse environments of a list whose examples would meet; each may have all with `weighs`.
+
+    Training and held-out examples of one name lie apart; so do the training examples of two that
+    also have the same options, and would otherwise train on the same problems. Raises ConfigError.
+    """
     assert config.mixture is not None, "a list of environments"
     order = order_in(config.mixture)
     entries = list(entries_of(config).items())

@@ -179,7 +179,10 @@ def _parsed(value: Any, name: str) -> Any:
 
 
 def _unpacked(text: str) -> str:
-    """Unpack base64 of zlib of a pickled text, which is read as a text and never unpickled."""
+    """Return the text of LiveCodeBench's private tests: base64 of zlib of a pickled text.
+
+    Nothing is unpickled: a pickle that is a text and nothing else is read as one.
+    """
     unzip = zlib.decompressobj()
     data = unzip.decompress(base64.b64decode(text, validate=True), _UNPACKED_BYTES_MAX)
     if unzip.unconsumed_tail:
@@ -345,7 +348,10 @@ class Code(Problems):
         )
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """Components `correct`, `format` and, with weight 0, `tests_passed`. Raises RewardFault."""
+        """Components `correct`, `format`, and with weight 0 `tests_passed`, a share.
+
+        Raises RewardFault where the file with the tests is another one than that of the example.
+        """
         assert self._rows is not None, "load_scorer comes before score"
         if not example.environment_version.endswith(self._rows.digest):
             raise RewardFault(

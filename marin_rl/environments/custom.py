@@ -32,7 +32,11 @@ MEMBERS = (*ATTRIBUTES, *METHODS)  # of a class that is no subclass of `Environm
 
 @register(USER_CLASS)
 def from_class(config: EnvironmentConfig) -> Environment:
-    """The environment that `name` names as FILE.py:Class. Raises ConfigError, InputError."""
+    """The environment that `name` names as FILE.py:Class or module:Class.
+
+    Raises ConfigError for a class that is no environment and for wrong options, InputError for code
+    that cannot be loaded or fails.
+    """
     kind = load(config.name, "environment")
     shown = config.name.partition("#")[0]
     if not isinstance(kind, type):

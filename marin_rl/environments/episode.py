@@ -203,7 +203,10 @@ class FinishedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRollout:
-    """A sampled and scored rollout; `truncated` says that a limit ended it."""
+    """Rollout that an environment has sampled and scored.
+
+    `reward` is a number, or numbers by name that add up. `truncated` says that a limit ended it.
+    """
 
     messages: tuple[FinishedMessage, ...]
     reward: float | Mapping[str, float]

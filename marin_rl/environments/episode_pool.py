@@ -50,7 +50,11 @@ _numbers = itertools.count()
 
 
 class EpisodeHere:
-    """An episode in this process; calls wait for `timeout_s` at most (None: no limit here)."""
+    """An episode in this process: a pool worker, or the process that samples.
+
+    Each call may take `timeout_s` seconds of waiting, or raises EnvironmentTimeout; None: a worker,
+    whose parent limits it.
+    """
 
     def __init__(
         self, environment: Environment, example: Example, timeout_s: float | None = None
@@ -197,7 +201,11 @@ PlayedEpisode = EpisodeHere | EpisodeAway
 
 
 async def _answered(worker: Worker, operation: Operation, number: int, argument: Any) -> Any:
-    """Answer of a worker as JSON. Raises TypeError for an argument without JSON, and faults."""
+    """The answer of a worker, as JSON has it.
+
+    Raises TypeError for an argument that is not JSON, WorkerFault, and the environment's own faults
+    by their kinds.
+    """
     request = {"operation": operation, "episode": number, "argument": argument}
     data = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
     answer = await asyncio.wrap_future(worker.call(data))
@@ -269,7 +277,11 @@ Rollouts = Sequence[FinishedRollout | RewardFault]
 async def finished_rollouts(
     environment: Environment, config: EnvironmentConfig, example: Example, policy: PolicyAddress
 ) -> Rollouts:
-    """A rollout or fault per `policy.sampling`. Raises EndpointUnavailable, InputError."""
+    """The rollouts of an example, one per entry of `policy.sampling`; faults where they failed.
+
+    Raises EndpointUnavailable where the environment's server cannot be reached, InputError for a
+    worker that cannot be started.
+    """
     assert environment.returns_rollouts, environment.name
     size, limit_s = len(policy.sampling), config.step_timeout_s or ROLLOUTS_TIMEOUT_S
     try:

@@ -32,7 +32,10 @@ DIGITS = "123456789abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Reply of a game to a move, and the next position; `won` is None while the game goes on."""
+    """Reply of a game to a move: what the model reads, the next position, and the end.
+
+    `won` is None while the game goes on.
+    """
 
     text: str
     position: Any
@@ -259,7 +262,10 @@ def split_starts(options: GameOptions, game: Game) -> Mapping[Split, Sequence[in
 
 @register("game", GameOptions)
 class GameEnvironment(Environment):
-    """Rewards a won game, more with fewer turns; evaluation takes each start in turn."""
+    """Rewards a game that is won: 1, or less with each turn where fewer turns are better.
+
+    Training draws first positions at random; evaluation takes each in turn.
+    """
 
     name = "game"
     workers = 0

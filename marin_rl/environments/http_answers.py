@@ -88,7 +88,10 @@ async def ask(
     bytes_max: int = ANSWER_BYTES_MAX,
     **request: Any,
 ) -> HttpAnswer:
-    """Send a request and read its whole answer in time. Raises UnfitAnswer, httpx.HTTPError."""
+    """Send a request, and read its answer to the end within `timeout_s`.
+
+    Raises UnfitAnswer, and httpx.HTTPError (ReadTimeout for an answer that takes longer).
+    """
     try:
         async with (
             asyncio.timeout(timeout_s),
@@ -124,7 +127,10 @@ def _decompressor(response: httpx.Response) -> Any:
 
 
 def ask_once(method: str, url: str, *, timeout_s: float, **request: Any) -> HttpAnswer:
-    """Call `ask` from synchronous code, also inside of an event loop, on a new connection."""
+    """Do the same from synchronous code, on a new connection. Raises as `ask` does.
+
+    It may be called while an event loop runs in this thread.
+    """
 
     async def asked() -> HttpAnswer:
         async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:

@@ -241,7 +241,11 @@ class WrittenNumber:
 
 
 def boxed(text: str) -> str | None:
-    r"""Argument of the last \boxed or \fbox, by TeX's rules, with braces or without."""
+    r"""Return the argument of the last \boxed or \fbox that has one, None without any.
+
+    As in TeX it is the next token or the next group in braces. A control sequence that takes
+    arguments of its own brings them along: \boxed\frac12 is \frac12.
+    """
     closing = _closing_braces(text)
     for box in reversed(list(_BOX.finditer(text))):
         argument = _argument(text, box.end(), closing)
@@ -271,7 +275,10 @@ def nesting(text: str) -> int:
 
 
 def gold_answer(value: Any) -> str | None:
-    """The answer in a column: after `####`, in the last box, or all, also of a list."""
+    r"""The answer in a column: after `####`, in the last \boxed{}, or all of it.
+
+    A list, as OlympiadBench has them, is all its answers.
+    """
     if isinstance(value, list):
         answers = [str(each).strip().strip("$") for each in value if str(each).strip()]
         return ", ".join(answers) or None

@@ -136,7 +136,10 @@ def _digest_of_messages(messages: Sequence[Message]) -> str:
 def metadata_of(
     raw: dict[str, Any], row: PromptRow, columns: Columns, where: str
 ) -> dict[str, Any]:
-    """Other columns as JSON, with an answer of another type or name. Raises InputError."""
+    """Return every other column as JSON. Raises InputError where that is not possible.
+
+    An answer that is not a text, or has another name than `answer`, keeps its column and type.
+    """
     left_out = {row.prompt_column}
     if columns.id is None:
         left_out.add("id")
@@ -209,7 +212,10 @@ def _prompt_column(raw: dict[str, Any], columns: Columns) -> str:
 
 
 def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
-    """Value of the answer column, if any; `answer` wins in rows of our `own` format."""
+    """Return the value of the answer column, None if no column has it.
+
+    `answer` wins in rows of this project's `own` format; elsewhere two columns are an error.
+    """
     if columns.answer is not None:
         return value_at(raw, columns.answer)
     answer = raw.get("answer")
@@ -226,7 +232,10 @@ def _answer(raw: dict[str, Any], columns: Columns, *, own: bool) -> Any:
 
 
 def tools_in(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tools of a row's column `tools`, a list of schemas or its JSON. Raises ValueError."""
+    """Return the tools that a row offers, as chat templates have them. Raises ValueError.
+
+    Its column `tools` is a list of functions' schemas, also without `type`, or that list as JSON.
+    """
     tools = _parsed(metadata.get(TOOLS), TOOLS)
     if not tools:
         return []

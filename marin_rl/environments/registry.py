@@ -111,7 +111,11 @@ def known_environments() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEntry:
-    """An environment for people; `turns` and `tools` are "" where its code decides."""
+    """Name of an environment, what it plays, and what it needs in addition to this package.
+
+    `turns` is "one" or "several"; `tools` says that the model may call some. Both are "" where the
+    environment's own code decides.
+    """
 
     name: str
     plays: str
@@ -192,7 +196,11 @@ def _factory(name: str) -> Factory:
 
 
 def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Code that a plain tree imports by its keys, but for this package's and registered names."""
+    """Code of others that a configuration, as a plain tree, imports, by the key that names it.
+
+    Leaves out environments and functions of this package, and environments that this process has
+    registered.
+    """
     named = {key: str(spec) for key, spec in code_in(tree) if str(spec) not in SHIPPED}
     for key, environment in environments_in(dict(tree)):
         name = environment.get("name")
@@ -202,7 +210,10 @@ def foreign_code(tree: Mapping[str, Any]) -> dict[str, str]:
 
 
 def loaded_environment(config: EnvironmentConfig, *splits: Split) -> Environment:
-    """An environment with an example of each split, kept by process. ConfigError, InputError."""
+    """An environment, made once per process and configuration, with an example of each split.
+
+    Raises ConfigError for an unknown name or wrong options, InputError where one has no examples.
+    """
     environment = _loaded(config.model_dump_json())
     for split in splits:
         seed = config.train_seed if split == "train" else config.eval_seed
@@ -366,7 +377,10 @@ def demonstrated_by(part: EnvironmentPart, example: Example) -> Demonstration | 
 
 
 def entry_alone(outer: EnvironmentConfig, entry: MixtureEntry) -> EnvironmentConfig:
-    """The settings of one environment of a list, with what all have in common from `outer`."""
+    """The settings of an environment of a list, as if it were the only one.
+
+    What holds for all of them together comes from `outer`.
+    """
     own = {name: getattr(entry, name) for name in EnvironmentConfig.model_fields}
     common = ("pass_environment", "reward_memory_bytes_max")
     return EnvironmentConfig(**own | {name: getattr(outer, name) for name in common})

@@ -55,7 +55,10 @@ def git(
     wrong: str = "",
     variables: Mapping[str, str] | None = None,
 ) -> bytes:
-    """Return the output of git in a folder. Raises InputError, which begins with `wrong`."""
+    """Return the output of git in a folder, with variables of its environment.
+
+    Raises InputError, which begins with `wrong`.
+    """
     try:
         result = subprocess.run(
             ["git", *arguments],
@@ -76,7 +79,10 @@ def git(
 
 @contextlib.contextmanager
 def objects_of(clone: Path) -> Iterator[dict[str, str]]:
-    """Variables with which git reads only the objects of a clone. Raises InputError."""
+    """Variables with which git reads the objects of a clone, and nothing else of it.
+
+    Raises InputError where it is no repository.
+    """
     own = clone / ".git"
     variables = {"GIT_DIR": str(own if own.exists() else clone)}
     name = git(clone, "rev-parse", "--git-path", "objects", variables=variables)
@@ -119,7 +125,10 @@ def check_commit(commit: str) -> None:
 
 
 class Checkouts:
-    """Trees of clones in a folder of this process; `prepare` runs once per commit."""
+    """Trees of the clones in `repositories`, in a folder of this process.
+
+    `prepare` is called once for each commit, with a tree that all workspaces of it are copies of.
+    """
 
     def __init__(
         self,
@@ -134,7 +143,10 @@ class Checkouts:
         self._prepared: dict[tuple[str, str], Path] = {}
 
     def pristine(self, name: str, commit: str) -> Path:
-        """The tree of a commit as a repository without history, made once. Raises InputError."""
+        """Return the tree of a commit, which nothing may write to; made once. Raises InputError.
+
+        It is a repository of one commit, without the history, which has the solution.
+        """
         key = (name, commit)
         if key not in self._pristine:
             check_commit(commit)
@@ -153,7 +165,10 @@ class Checkouts:
         return self._pristine[key]
 
     def workspace(self, name: str, commit: str) -> Path:
-        """Return a writable copy of the tree of a commit. Raises InputError, as `prepare`."""
+        """Return a copy of the tree of a commit that a program may write to.
+
+        Raises InputError, and what `prepare` raises.
+        """
         if self._prepare is None:
             return self._copy(self.pristine(name, commit))
         key = (name, commit)
@@ -193,7 +208,11 @@ def _date(tree: Path) -> None:
 
 
 def open_to_all(tree: Path) -> None:
-    """Let every user write to a tree at rest: sandboxed programs are other users. OSError."""
+    """Let every user write to a tree: root runs each sandboxed program as another user.
+
+    Links are left alone. Nothing may run in the tree meanwhile. Raises OSError for a path that is
+    too long.
+    """
     tree.chmod(0o777)
     for entry in entries_under(tree):
         mode = entry.stat(follow_symlinks=False).st_mode
@@ -309,7 +328,10 @@ def run_tests(
     command: str | None,
     files: Mapping[str, Content],
 ) -> set[str]:
-    """Run tests in a tree with the row's `files`; return the names of those that passed."""
+    """Run tests in a tree that has the row's `files`; return the names of those that passed.
+
+    With a `command` each test is a run that passes by exit status 0.
+    """
     if command is not None:
         passed, left_s = set[str](), box.limits.wall_s
         for name in names:

@@ -55,7 +55,10 @@ def _part(name: Any, value: Any, weight: float = 1.0) -> RewardComponent:
 
 
 class RewardFunction:
-    """A user's function, by the convention of its parameters. Raises InputError for none."""
+    """A user's function behind the convention that its parameters follow.
+
+    `name` is what the configuration calls it. Raises InputError where no convention fits.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function, self._name = function, name
@@ -98,7 +101,10 @@ class RewardFunction:
         return self.convention == "trl" and (self._open or "completion_ids" in self._takes)
 
     def of_completion(self, example: Example, completion: str) -> list[RewardComponent]:
-        """Reward components of one completion without None. Raises as the function."""
+        """Return the parts of one completion's reward that are not None.
+
+        Raises ValueError, or as the function.
+        """
         assert self.convention != "trl", "such a function scores groups"
         if self.convention == "verl":
             return self._by_verl(example, completion)
@@ -114,7 +120,10 @@ class RewardFunction:
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
     ) -> list[Any]:
-        """One value per completion of a group. Raises ValueError, and as the function."""
+        """Return the values of a group as the function gives them, one per completion.
+
+        Raises ValueError for another number of them, or as the function.
+        """
         n = len(completions)
         columns = {"answer": example.answer, **example.metadata}
         arguments = {
@@ -303,7 +312,10 @@ class FunctionScored(Environment):
         completion_ids: Sequence[Sequence[int]],
         dialogues: Dialogues,
     ) -> list[GroupScore]:
-        """Score a group; faults of TRL's functions are raised, others cost a completion."""
+        """Score the completions of one example, in one call of each function of TRL's convention.
+
+        Raises what such a function raises; what another one raises is the fault of a completion.
+        """
         assert self._rewards, "load_scorer comes before score"
         by_function = []
         for entry, function in self._rewards:

@@ -121,7 +121,10 @@ def _csv_lines(path: Path, data: bytes, header: Sequence[str]) -> list[tuple[int
 
 
 class ArrowRows:
-    """Rows of Arrow tables, without nulls; `sha256` covers all files. Raises InputError."""
+    """Rows of Arrow tables, one per file. A column that is null in a row is not in that row.
+
+    `sha256` covers all files. Raises InputError for files with incompatible columns.
+    """
 
     def __init__(self, tables: Sequence[tuple[Path, Any]], sha256: str) -> None:
         self.sha256, self.digest = sha256, sha256[:DIGEST_CHARACTERS]
@@ -163,7 +166,10 @@ Rows = TextRows | ArrowRows
 
 
 def open_rows(path: str) -> Rows:
-    """Open a file, a Parquet folder, or a pattern such as `data/train-*.parquet`. InputError."""
+    """Open a file, a folder of Parquet files, or a pattern such as `data/train-*.parquet`.
+
+    Raises InputError.
+    """
     place = Path(path)
     if "*" in place.name:
         files = sorted(place.parent.glob(place.name))

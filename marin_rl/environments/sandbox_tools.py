@@ -101,7 +101,10 @@ def run_tool(
 
 
 def program_text(result: SandboxResult, limits: SandboxLimits, characters_max: int) -> str:
-    """Return output, errors and failure of a program; long outputs lose their middle."""
+    """Return what a program printed, its errors, and its end where that was no success.
+
+    Long outputs lose their middle, so that the end of a program is always there.
+    """
     end = _end(result, limits)
     room = max(characters_max - len(end) - 2, 0)
     stderr = _shortened(_text(result.stderr), room // 2)

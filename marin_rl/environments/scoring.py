@@ -50,7 +50,11 @@ def score_here(
     ids: CompletionIds = (),
     dialogues: Dialogues = (),
 ) -> Iterator[Score]:
-    """Score here without a time limit; yields faults with reward, example and line."""
+    """Score in this process, without a time limit; faults are yielded.
+
+    They name the reward, the example, and the line of the function that raised. Completions are
+    scored one at a time, or all in one call where the environment scores groups.
+    """
     where = f"{environment.reward_name or environment.name}, example {example.example_id}"
     if not environment.scores_groups:
         for completion in completions:
@@ -131,7 +135,10 @@ PoolT = TypeVar("PoolT", bound="Pool | Scorer")
 
 
 class PoolsInUse(Generic[PoolT]):
-    """Pools by environment, version and settings, closed at exit. Thread safe."""
+    """Pools of this process by environment, version and settings. Thread safe.
+
+    One is made at its first use, and all are closed when the process ends.
+    """
 
     def __init__(self, make: Callable[[Environment, EnvironmentConfig], PoolT]) -> None:
         self._make = make
@@ -268,7 +275,10 @@ scorer_for = scorers.of
 def answers_in(
     environment: Environment, config: EnvironmentConfig, completions: Sequence[str]
 ) -> list[str | None]:
-    """Answers extracted here, or in a worker for code of others. Raises InputError."""
+    """The answer in each completion, extracted here, or in a worker for others' code.
+
+    Raises InputError as `Scorer.extract`.
+    """
     own = environment
     if not own.workers or own.extracts_here or not own.defines("extract"):
         return [answer_in(own, text) for text in completions]

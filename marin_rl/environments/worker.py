@@ -30,7 +30,10 @@ _EXAMPLE, _POLICY = TypeAdapter(Example), TypeAdapter(PolicyAddress)
 
 
 def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
-    """Make what serves the `purpose` of `settings`. Raises InputError, which names the purpose."""
+    """Construct the environment of `settings`; return what serves its `purpose`.
+
+    Raises InputError, which names the purpose, where it cannot be imported.
+    """
     purpose = settings["purpose"]
     try:
         offer_packed(settings["code"])
@@ -47,7 +50,10 @@ def begin(settings: Mapping[str, Any]) -> "Scores | Episodes":
 
 
 class Scores:
-    """Scores, and extracted answers; `ready`: scores groups at once, and wants token ids."""
+    """Scores of completions, and answers that are extracted from them, one call after another.
+
+    `ready` says whether groups are scored in one call, and whether that reads token ids.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment

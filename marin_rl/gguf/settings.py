@@ -82,7 +82,10 @@ def open_gguf(path: Path) -> tuple[Metadata, dict[str, ReaderTensor]]:
 
 
 class _Reader(GGUFReader):
-    """The library's reader with bounds; its own reads nothing past the end, up to 2**64 times."""
+    """The library's reader with bounds, and lists of numbers read at once.
+
+    The library's own takes what a length leads past for empty, and would count to 2**64.
+    """
 
     _fields = 0
 
@@ -202,7 +205,10 @@ def architecture_of(metadata: Metadata) -> Architecture:
 def spec_of(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> Spec:
-    """The model of a file. Raises InputError for what would be computed otherwise."""
+    """The model of a file, by its metadata, shapes of its tensors, and its `rope_freqs`.
+
+    Raises InputError naming what would be computed otherwise than the file says.
+    """
     architecture, own = architecture_of(metadata), metadata.own()
     tree = _numbers(metadata, _COMMON | architecture.settings)
     if tree["num_hidden_layers"] > len(shapes):

@@ -40,7 +40,11 @@ class Exported:
 def export_rollouts(
     run: Run, name: str, target: Path, rounds: Sequence[int] | None = None
 ) -> Exported:
-    """Write sealed `rounds` to a new file in a format. Raises InputError, ObjectMissing."""
+    """Write the rollouts of sealed rounds (all, or `rounds`) to `target` in the format `name`.
+
+    Nothing is at `target` until it is whole. Raises InputError for an unknown format, a file that
+    exists and a rollout that the format has no place for; ObjectMissing for a round not sealed.
+    """
     if name not in FORMATS:
         raise InputError(f"--format: expected one of {', '.join(FORMATS)}, found {name!r}")
     if target.exists():

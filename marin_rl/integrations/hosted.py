@@ -171,7 +171,10 @@ _numbers = itertools.count()
 
 
 class HostedEpisode(ABC):
-    """Calls of one episode in its interpreter. RewardFault has the library's error."""
+    """Base of episodes: the calls of one in the interpreter of its environment.
+
+    Each raises RewardFault with the library's error.
+    """
 
     def __init__(self, environment: HostedEnvironment, example: Example) -> None:
         self._interpreter = environment.interpreter
@@ -206,7 +209,10 @@ class Interpreter:
     def __init__(
         self, python: str | None, adapter: str, options: Mapping[str, Any], passed: tuple[str, ...]
     ) -> None:
-        """Start it with an `adapter` beside this file and `passed` variables. InputError."""
+        """Start it. `adapter` is a file beside this; `passed` are names of environment variables.
+
+        Raises InputError where the library cannot be used, with its own words.
+        """
         self._python = python or sys.executable
         spec = WorkerSpec(
             module=str(FOLDER / "host.py"),

@@ -144,7 +144,10 @@ class ReasoningGym(BaseEnvironment):
         return _filled(way.text, {**known, "answer": example.answer}, "demonstrations.text")
 
     def score(self, example: Example, completion: str) -> tuple[RewardComponent, ...]:
-        """The dataset's score for the item made again; 0 where the answer's tag is missing."""
+        """The dataset's score of the answer; 0 where the tag that should hold it is missing.
+
+        The item is made again, exactly, because scorers rely on more than JSON can carry.
+        """
         index = example.metadata["index"]
         dataset = self._dataset(example.seed - index)
         entry = self._entry(example.seed - index, index)

@@ -113,7 +113,11 @@ class TextArenaEpisode(HostedEpisode):
 
 
 class PolicyPlayer:
-    """A player of the policy's untrained moves, whose seeds follow from the example."""
+    """A player whose moves are sampled from the policy that is trained, by texts alone.
+
+    Its tokens are not trained on. Every turn has a seed that is a function of the example, so that
+    a group that is played again by the same weights meets the same player.
+    """
 
     def __init__(self, example: Example, key_variable: str | None) -> None:
         """Take the policy's address from the example. Raises RewardFault without one."""

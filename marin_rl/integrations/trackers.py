@@ -184,7 +184,10 @@ class Trackers:
 
 
 def open_trackers(config: Config) -> Trackers:
-    """The configured trackers, which open while the run begins; Trackio has opened on return."""
+    """The trackers that the configuration asks for; they open while the run begins.
+
+    Trackio has been opened when this returns, which waits for it.
+    """
     settings = config.trackers
     openings: dict[str, Callable[[], Tracker]] = {}
     if (folder := settings.tensorboard) is not None:

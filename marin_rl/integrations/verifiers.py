@@ -131,7 +131,11 @@ async def scored_together(
     seed: int,
     early: Score,
 ) -> list[GroupScore]:
-    """Scores of dialogues played again, `early` for unended ones. Raises RewardFault."""
+    """Scores of new episodes, in order, once each has been given the turns of its dialogue.
+
+    `early` is the score of a member that the environment had not ended. Raises RewardFault with the
+    library's error.
+    """
     try:
         ends = await asyncio.gather(*(_played_again(*member) for member in members))
         ended = [e.number for (e, _), end in zip(members, ends, strict=True) if end is True]

@@ -22,7 +22,10 @@ def begin(options: dict[str, Any]) -> "Library":
 
 
 class Library:
-    """Rows and episodes; without evaluation data the first `eval_fraction` of rows is held out."""
+    """Rows of an environment's data sets, and an episode for a row.
+
+    An environment without evaluation data holds back the first `eval_fraction` of its rows.
+    """
 
     def __init__(self, environment: Any, options: dict[str, Any]) -> None:
         self._grouped = bool(environment.requires_group_rollouts)
@@ -61,7 +64,10 @@ class Library:
 
 
 class Episode:
-    """A rollout as a task with its prompts and completions; `state` is for group scores."""
+    """A rollout of verifiers as a task, and the prompts and completions that it exchanges.
+
+    One that is scored with its group keeps its `state` until it is closed.
+    """
 
     def __init__(self, environment: Any, row: dict[str, Any], *, grouped: bool) -> None:
         self._environment, self._row, self._grouped = environment, row, grouped

@@ -170,7 +170,10 @@ class Unmapped:
 def verl_fields(
     config: Config, *, train_examples: int, one_shot: bool
 ) -> tuple[list[VerlField], list[Unmapped]]:
-    """Fields of verl's configuration and settings without one; `one_shot`: single turns only."""
+    """Fields of verl's configuration, and the settings that it cannot have.
+
+    With `one_shot` no episode has more than one turn.
+    """
     fields = [VerlField(key, value_at(config, own), (own,)) for key, own in _EQUAL]
     fields += _sampled(config, one_shot=one_shot)
     fields += _trained(config, train_examples)
@@ -362,7 +365,10 @@ def _write(config: Config, partial: Path, folder: Path) -> VerlExport:
 
 
 def _row(number: int, example: Example, *, episodes: bool) -> dict[str, Any]:
-    """An example as a row of verl's dataset, with its JSON in `extra_info.example` for scoring."""
+    """An example as a row of verl's dataset.
+
+    The whole example is in `extra_info.example` as JSON, from which it is scored and played.
+    """
     try:
         encoded = orjson.dumps(example).decode()
     except TypeError as error:

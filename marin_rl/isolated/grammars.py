@@ -58,6 +58,10 @@ def begin(_settings: object) -> Callable[[tuple[str, str]], bytes]:
 
 
 def answer(request: tuple[str, str]) -> bytes:
-    """Try a form, its kind and text; that it ends is all that the answer says."""
+    """Try a form in a worker: its kind and its text.
+
+    An answer says only that the trial came to its end: errors are for the real compilation to
+    report, which knows the model's vocabulary.
+    """
     matcher_of(_bytes(), *request)
     return b"true"

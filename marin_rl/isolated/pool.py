@@ -19,7 +19,11 @@ LOSSES_MAX = 3  # of a call's worker, each by the fault of another call
 
 
 class Pool:
-    """Up to `size` workers, started when needed, kept, replaced. Thread safe; forks start anew."""
+    """Up to `size` workers of one kind. Thread safe.
+
+    Workers start when they are first needed, or by `start`, and are kept; one that has ended is
+    replaced. A forked child process starts its own.
+    """
 
     def __init__(self, spec: WorkerSpec, size: int) -> None:
         self._spec, self._size = spec, size
@@ -65,7 +69,10 @@ class Pool:
     def ask(
         self, requests: Sequence[bytes], limit_s: float | int | None = None
     ) -> "list[Any | WorkerFault]":
-        """Answers to requests by one free worker at a time; asks lost ones again. InputError."""
+        """Return the answer to each request, by a worker that has no others. Waits for one.
+
+        What is lost is asked for again. Raises InputError where the work cannot begin.
+        """
         answers: list[Any | WorkerFault] = []
         losses = 0  # of the next answer
         with self._places:

@@ -54,7 +54,10 @@ INHERITED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "VECLIB_",
 
 
 def clean_environment(names: Iterable[str] = ()) -> dict[str, str]:
-    """Allow-listed environment of a worker with `names`, this module path, no accelerators."""
+    """Environment variables for a worker: an allow-list, plus those in `names`.
+
+    Accelerators are hidden, and modules are searched where this process searches them.
+    """
     wanted = INHERITED | set(names)
     inherited = {
         name: value
@@ -70,7 +73,10 @@ def clean_environment(names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def sealed_environment() -> dict[str, str]:
-    """Environment without secrets, whose modules come from absolute paths only."""
+    """Environment of a worker: no secret, and modules from absolute places alone.
+
+    A module in the working directory is not this program's.
+    """
     clean = clean_environment()
     here = str(Path(__file__).resolve().parents[2])
     paths = [path for path in clean["PYTHONPATH"].split(os.pathsep) if Path(path).is_absolute()]
@@ -79,7 +85,10 @@ def sealed_environment() -> dict[str, str]:
 
 
 class PrintedText:
-    """Forward what workers print to stderr, within a budget that refills with time."""
+    """Forward what workers print to standard error, within a budget.
+
+    The budget refills with time, so that a worker that is started again has no new one.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -130,7 +139,10 @@ class WorkerLimits:
 
 
 class WorkerFault(Exception):
-    """A call without an answer: its limit, or `lost` where its process ended without its fault."""
+    """A call that was not answered: the limit that it exceeded, or the end of its process.
+
+    The limit is `lost` for a call whose process ended by the fault of another call, or of none.
+    """
 
     def __init__(self, limit: Limit, message: str) -> None:
         super().__init__(message)
@@ -164,7 +176,11 @@ class _Pending:
 
 
 class Worker:
-    """A worker process, started at once and never again, and its open calls. Raises OSError."""
+    """A worker process and the calls that it has not answered. It is not started again.
+
+    Starts at once; `ready` is set once its work has begun, with what the work says of itself.
+    Raises OSError where no process can be started.
+    """
 
     def __init__(self, spec: WorkerSpec, printed: PrintedText) -> None:
         self._spec, self._limits, self._printed = spec, spec.limits, printed
@@ -200,7 +216,10 @@ class Worker:
         return self._process.pid
 
     def call(self, request: bytes) -> "Future[Any]":
-        """Send a JSON request; the future raises WorkerFault, or InputError of the start."""
+        """Ask for the answer to a request in JSON.
+
+        The future raises WorkerFault, and InputError where the work could not begin.
+        """
         return self.call_all([request])[0]
 
     def call_all(

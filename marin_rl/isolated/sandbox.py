@@ -47,7 +47,10 @@ _SIGNALS = 128  # an exit status above it says that a signal ended the program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """End of a program and its output; the status is 128 + number where a signal ended it."""
+    """End of a program: its exit status, or the limit that ended it, and what it printed.
+
+    The exit status of a program that a signal ended is 128 and the signal's number.
+    """
 
     exit_status: int | None
     limit: Limit | None
@@ -67,7 +70,10 @@ class SandboxResult:
         return f"signal {status - _SIGNALS}" if status > _SIGNALS else f"exit status {status}"
 
     def printed_after(self, number: str) -> str | None:
-        """Output of a success behind the run's `number`, which it begins with; else None."""
+        """Standard output of a success behind a number that it begins with, and has only there.
+
+        None for any other: a number drawn for the run tells it from what a program prints itself.
+        """
         text = self.stdout.decode(errors="replace")
         if not self.succeeded or text.count(number) != 1 or not text.startswith(number):
             return None
@@ -269,7 +275,10 @@ print(nonce + json.dumps(facts))
 
 @lru_cache(maxsize=8)
 def check_sandbox(mode: Mode, interpreter: str | None = None) -> None:
-    """Compare what a program in a sandbox sees with what it may see. Raises ConfigError."""
+    """Run a program in a sandbox and compare what it sees with what it may see.
+
+    Raises ConfigError that says what to install or to set.
+    """
     needed = ["bwrap", "prlimit", "setpriv"] if mode == "bubblewrap" else ["prlimit"]
     if missing := [name for name in needed if shutil.which(name) is None]:
         package = INSTALL if "bwrap" in missing else "util-linux"

@@ -93,7 +93,10 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python for programs; `folders` of it are shown, `links` lead to its path."""
+    """A Python that programs run with, and what belongs to it outside of `/usr`.
+
+    `folders` are shown; `links` lead to its path from outside of them, by place and target.
+    """
 
     path: str
     folders: tuple[str, ...]
@@ -101,7 +104,11 @@ class Interpreter:
 
 
 def interpreter_of(path: str | None = None) -> Interpreter:
-    """The Python at `path` with its base, else this one without packages. ConfigError."""
+    """Return the Python at `path`, by default the one that runs this, without its packages.
+
+    Raises ConfigError where there is none, or where more than a Python would be shown with it. A
+    virtual environment brings its base along.
+    """
     chosen = Path(os.path.realpath(sys.executable) if path is None else path)
     if not (chosen.is_absolute() and chosen.is_file() and os.access(chosen, os.X_OK)):
         raise ConfigError(f"expected the absolute path of a Python interpreter, found {path!r}")
@@ -129,7 +136,11 @@ def interpreter_of(path: str | None = None) -> Interpreter:
 
 
 def _shown(prefix: Path, chosen: Path) -> list[Path]:
-    """Folders of a prefix that a program sees: parts of a Python, none of a home. ConfigError."""
+    """Return the folders of a prefix that a program sees.
+
+    A prefix may be a folder that holds other things too, so only the parts of a Python are shown of
+    it, and nothing of a home. Raises ConfigError.
+    """
     if prefix.is_relative_to("/usr") or prefix == Path("/"):
         return []
     if not any(prefix.glob("lib*/python3*")):

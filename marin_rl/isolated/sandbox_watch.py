@@ -123,7 +123,10 @@ class _Looks:
         return "disk" if self.workspace_is_full(processes) else None
 
     def workspace_is_full(self, processes: Sequence[int] = ()) -> bool:
-        """True for a workspace, with held files, over its limit; always counted at the end."""
+        """Return True where a workspace, with files that `processes` hold, is over its limit.
+
+        It is always counted once no process is left.
+        """
         if self._workspace is None:
             return False
         used = _used_bytes(self._workspace)

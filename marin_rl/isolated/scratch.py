@@ -42,7 +42,11 @@ def delete_tree(folder: Path) -> None:
 
 
 def entries_under(folder: Path, *, strict: bool = False) -> "Iterator[os.DirEntry[str]]":
-    """Entries below a folder, links not followed. PermissionError if `strict`, OSError."""
+    """Everything in a folder and below it; links are not followed.
+
+    A folder that cannot be read is left out, or with `strict` a PermissionError. Raises OSError for
+    a path that is too long to be read, such as programs make on purpose.
+    """
     waiting = [str(folder)]
     while waiting:
         try:

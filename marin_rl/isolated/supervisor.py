@@ -114,7 +114,10 @@ def _reaped() -> Iterator[tuple[int, int]]:
 
 
 def _kill_descendants(child: int) -> None:
-    """Kill all descendants and their new children; without Linux the child's group."""
+    """Kill everything that descends from this process, and what that starts meanwhile.
+
+    On other systems than Linux, the process group of the child.
+    """
     if not LINUX:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)

@@ -112,7 +112,10 @@ def compile_template(source: str) -> jinja2.Template:
 def render(
     source: str, variables: Mapping[str, Any], *, spans: bool, characters_max: int | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Text of a template, and places of generation blocks with `spans`. Raises as the template."""
+    """Return the text of a template, and where its generation blocks lie if `spans` is set.
+
+    Raises TooLong, and whatever the template raises.
+    """
     pieces, length = list[str](), 0
     _tracker.pieces, _tracker.spans = (pieces if spans else None), []
     try:
@@ -154,7 +157,11 @@ def begin(_settings: object) -> Callable[[Mapping[str, Any]], bytes]:
 
 
 def answer(request: Mapping[str, Any]) -> bytes:
-    """Render in a worker, or without variables name those that are read; JSON. MemoryError."""
+    """Render a conversation in a worker, by its `template`, `variables` and `characters_max`.
+
+    Without variables, returns the names of those that the template reads.
+    Returns JSON: `text` and `spans`, `names`, or what `failure_of` returns. Raises MemoryError.
+    """
     try:
         source = request["template"]
         if "variables" not in request:

@@ -194,7 +194,10 @@ class _Parent:
         self.wire.sendall(line)
 
     def note(self, number: int, limit_s: float = math.inf) -> None:
-        """Note whose code runs (`~number`: ran) and for how long it may: it is to blame."""
+        """Note whose code runs, or `~number` once it does not: the process may go on so for long.
+
+        A call whose code runs is to blame for the end of the process.
+        """
         self._lease.write(number, time.monotonic() + limit_s, self.limit_s)
 
     @contextmanager
@@ -257,7 +260,10 @@ _charge: "contextvars.ContextVar[_Charge | None]" = contextvars.ContextVar("char
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """Do not charge the running call for waiting inside; blocking still ends the process."""
+    """Do not charge the call that runs for the time inside, in which it waits for others.
+
+    A slice that blocks the process ends it also then. Does nothing outside of a call.
+    """
     charge = _charge.get()
     if charge is None:
         yield

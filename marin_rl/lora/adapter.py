@@ -125,7 +125,10 @@ def b_name(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """Modules of an adapter by path of the weight, and its arrays, PATH:A and PATH:B, float32."""
+    """An adapter of a base: `modules` by path of the weight, `arrays` by name, PATH:A and PATH:B.
+
+    Arrays have the shapes listed above; NumPy's or JAX's, float32.
+    """
 
     modules: Mapping[str, LoraModule]
     arrays: Mapping[str, Any]
@@ -231,7 +234,10 @@ def check_adapter_name(name: str) -> str:
 
 
 def digest_of(parameters: Mapping[str, Any], blocks: Blocks = lambda array: [array]) -> str:
-    """SHA-256 over path, dtype, shape and bytes of every array; `blocks` cuts an array."""
+    """SHA-256 over path, dtype, shape and bytes of every array, as hex.
+
+    `blocks` gives the values of an array in their order.
+    """
     digest = hashlib.sha256()
     for path in sorted(parameters):
         array = parameters[path]

@@ -111,7 +111,10 @@ def check_adapter_folder(folder: Path) -> None:
 
 
 def _read(folder: Path, name: str, bytes_max: int) -> bytes:
-    """Bytes of a file of an adapter. Raises InputError for links out of the folder."""
+    """Return the bytes of a file of an adapter.
+
+    Raises InputError for a link out of the folder, what is no regular file, and too many bytes.
+    """
     file, top = folder / name, Path(os.path.realpath(folder))
     if top.parent.name == "snapshots":  # of the Hugging Face cache: its files link to ../../blobs
         top = top.parent.parent
@@ -185,7 +188,10 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_target(folder: Path, config: Mapping[str, Any], name: str) -> None:
-    """Raise InputError for tensors outside of `target_modules`, which PEFT would ignore."""
+    """Raise InputError for a module with tensors that a list of `target_modules` leaves out.
+
+    PEFT ignores such tensors, so that its numbers would be others than ours.
+    """
     targets = config.get("target_modules")
     # a text is a regular expression or all-linear: a stranger's pattern is not evaluated
     if not isinstance(targets, list):
@@ -211,7 +217,10 @@ def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> An
 
 
 def _read_tensors(folder: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    """Tensors of a folder by name, float32. Raises InputError where damaged or too large."""
+    """Tensors of a folder by name, float32. Raises InputError where damaged or too large.
+
+    No file of an adapter is larger than A and B of full rank.
+    """
     full = sum(
         math.prod(layer.a_shape(layer.rank_max)) + math.prod(layer.b_shape(layer.rank_max))
         for layer in linear_shapes(shapes).values()
@@ -243,7 +252,10 @@ def _stacked(
     layer: LinearShape,
     parts: Mapping[tuple[int, str], np.ndarray],
 ) -> tuple[LoraModule, np.ndarray, np.ndarray]:
-    """A and B of all layers, with zeros above a smaller rank; and their rank and alpha."""
+    """A and B of all layers of one kind, and their rank and alpha.
+
+    Layers of a smaller rank are filled up with zeros, and those of another scale have it in B.
+    """
     name, count = module_name(weight), layer.layers
     if sorted(parts) != sorted((index, side) for index in range(count) for side in "AB"):
         raise InputError(
@@ -353,7 +365,11 @@ def _plain(alpha: float) -> float | int:
 
 
 def configured_modules(lora: LoraConfig | None, shapes: Shapes) -> dict[str, LoraModule]:
-    """Rank and alpha of each adapted weight by path, in the base's order. Raises InputError."""
+    """Rank and alpha of every adapted weight of a base, by path, in its order; none without one.
+
+    Raises InputError for names and patterns that match nothing, for ranks that the base cannot
+    have, and for a folder that `init_from` names and that is unfit.
+    """
     if lora is None:
         return {}
     # Ranks and scales are the folder's own: its arrays have no other shapes.

@@ -147,7 +147,9 @@ class RunPage:
         )
 
     def _phases(self, *, begun: bool) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """Metrics of checkpoints of phases of steps; read once where rounds have `begun`."""
+        """Metrics of the checkpoints of phases of steps; those before rounds that have `begun`
+        are read once.
+        """
         config = self._run.config
         slots = {
             "sft": layout.sft_slot if config.policy.init == "sft" else None,

@@ -118,7 +118,11 @@ class RoundSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The head of a page; `shared` has run id, first own round and digest of each ancestor."""
+    """The head of the page and the run's provenance.
+
+    `shared` are the ancestors of a fork: run id, first round that it did not play, and the digest
+    of its configuration.
+    """
 
     run_id: str
     root: str

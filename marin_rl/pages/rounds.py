@@ -192,7 +192,10 @@ def _fates(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Fate]:
 
 
 def _scores(run: Run, round: int, rows: Mapping[str, Any]) -> dict[str, Scores | None]:
-    """Trainer's scores of the picked rollouts; None for one that was trained in several pieces."""
+    """Trainer's scores of the picked rollouts; None for one that was trained on in several pieces.
+
+    Positions of a piece are its own.
+    """
     scores: dict[str, Scores | None] = {}
     for trained in range(round, round + run.config.staleness_rounds_max + 1):
         here: dict[str, Scores | None] = {}
@@ -290,7 +293,10 @@ def pick(groups: Mapping[str, Sequence[Member]], n_groups: int, n_members: int) 
 
 
 def pick_members(members: Sequence[Member], n_members: int) -> dict[str, str]:
-    """Ids of shown members in order, each with its place: best, worst or empty."""
+    """The ids of the shown members in their order, each with its place: best, worst or none.
+
+    Where all rewards are equal, none is best or worst.
+    """
     places: dict[str, str] = {}
     valid = [member for member in members if member.reward is not None]
     if valid:

@@ -81,7 +81,10 @@ class RolloutMaker:
         )
 
     def sampled(self, index: int, trajectory: Trajectory, score: Score) -> Rollout:
-        """The rollout of a trajectory: an error for a faulty score, without tokens for texts."""
+        """The rollout of a trajectory; an error where its score is a fault.
+
+        Answers without the prompt's ids are text: their rollouts have no tokens.
+        """
         if isinstance(score, MarinRLError):
             return self.failed(index, score, trajectory)
         for turn in trajectory.turns:
@@ -270,7 +273,10 @@ def _as_sampled(completion: Completion) -> str:
 def _turns_of(
     messages: Sequence[Message], start: int | None = None, end: int | None = None
 ) -> tuple[Turn, ...]:
-    """Turns of messages rendered together; only a single message has a known span."""
+    """Turns of messages that were rendered together.
+
+    A single message spans all the tokens; of several, the spans are unknown.
+    """
     if len(messages) > 1:
         start = end = None
     return tuple(
@@ -372,7 +378,11 @@ class Sample:
 
 
 def samples_of(rollout: Rollout, *, begins_anew: bool = False) -> list[Sample]:
-    """Segments of a rollout with their prompts; with `begins_anew` unrelated ones stand alone."""
+    """The segments of a rollout, each with the messages of its prompt.
+
+    With `begins_anew` a segment that goes back to no earlier turn is another conversation, whose
+    messages are its own; else it is the dialogue so far, rendered again.
+    """
     lengths = rollout.segment_lengths or (len(rollout.token_ids),)
     ends = list(accumulate(lengths))
     samples = [

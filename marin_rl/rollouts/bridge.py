@@ -75,7 +75,10 @@ class _Text:
 
 
 class TemplateBridge:
-    """Bridges of a policy's chat template; `options` win over the policy's own."""
+    """Bridges of a policy's chat template; its tokenizer is read on first use.
+
+    `options` of the template win over the policy's own.
+    """
 
     def __init__(self, policy: PolicyConfig, options: Mapping[str, Any] | None = None) -> None:
         self._policy, self._tokenizer = policy, PolicyTokenizer(policy)
@@ -114,7 +117,10 @@ class TemplateBridge:
         return np.array(bridge.ids[1:] if junction.ended is not None else bridge.ids, np.int32)
 
     def check(self, tools: Sequence[Tool] = ()) -> None:
-        """BridgeFault where no dialogue can go on; with `tools`, after their results is enough."""
+        """Raise BridgeFault where no dialogue of several turns can be carried.
+
+        Where `tools` are offered, it is enough if dialogues continue after results of tools.
+        """
         messages = [Message(role="user", content="go on")]
         question, reply = (Message(role="user", content="question"), _REPLY)
         dialogue = [question, Message(role="assistant", content=reply)]
@@ -145,7 +151,11 @@ class TemplateBridge:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] = NO_OPTIONS,
     ) -> Int32[np.ndarray, " n"]:
-        """Ids of a whole dialogue, rendered from texts; `options` win. Raises as `__call__`."""
+        """Return the ids of a whole dialogue as the template renders it for the model's next turn.
+
+        What the model sampled is rendered from its text. `options` of the template win over the
+        bridge's own. Raises as `__call__` does.
+        """
         if options and (others := {**self._options, **options}) != self._options:
             bridge = TemplateBridge(self._policy, others)
             bridge._tokenizer = self._tokenizer  # which takes a second to read
@@ -195,7 +205,10 @@ class TemplateBridge:
             )
 
     def _dialogues(self, tools: str, dialogues: Sequence[Sequence[Message]]) -> list[str]:
-        """Texts of dialogues with the next opening; one call for several if refused."""
+        """Texts of dialogues, each with the opening of the model's next turn.
+
+        Where the template refuses several calls in a turn, the first of them stands for all.
+        """
         try:
             return [self._opened_at(tuple(each), tools) for each in dialogues]
         except BridgeFault:

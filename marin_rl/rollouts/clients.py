@@ -33,7 +33,10 @@ _log = logging.getLogger(__name__)
 def policy_client(
     config: Config, policy: ServedPolicy, connect: Connect | None = None, **options: Any
 ) -> PolicyClient:
-    """A client of a policy's endpoints, by `connect`; `options` override the configured ones."""
+    """A client of a policy's endpoints; `connect` makes it, by default as `inference.route` says.
+
+    `options` override the configured ones.
+    """
     inference = config.inference
     if connect is None:
         connect = client_of(inference, TemplateBridge(config.policy))

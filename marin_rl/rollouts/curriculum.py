@@ -95,7 +95,10 @@ class Curriculum:
 
 
 def decide(run: Run, round: int, policy_version: int) -> Curriculum | None:
-    """The decision of a round; None without a curriculum. Raises as reading earlier rounds."""
+    """The decision of a round that this version samples; None for a run without a curriculum.
+
+    Raises ObjectMissing, CorruptObject, NewerSchema for the rounds that it rests on.
+    """
     config, window = run.config, run.config.ahead.curriculum
     if window is None:
         return None
@@ -236,7 +239,10 @@ def sampling_record(
 
 
 def curriculum_metrics(run: Run, manifest: Manifest, decision: Curriculum) -> dict[str, float]:
-    """`curriculum/*` of a round, with weights and solve rates of several environments."""
+    """`curriculum/*` of a round's rollouts: shares of its groups whose examples were known.
+
+    Runs with several environments also have their weights and solve rates.
+    """
     columns = ("group_id", "environment", "example_id")
     table = pa.concat_tables(iter_row_groups(run, manifest, columns))
     several = run.config.environment.mixture is not None

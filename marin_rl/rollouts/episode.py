@@ -158,7 +158,10 @@ class EpisodeDriver:
         indices: Sequence[int],
         sampling: Sampling | None = None,
     ) -> list[tuple[ChatAnswer, Completion]]:
-        """First completions of the members, in order; `sampling` is that of a single member."""
+        """Completions in the order of the members; the greedy one is a separate request.
+
+        `sampling` is that of one member whose turns have seeds by what they ask.
+        """
         messages, tools = prompt.messages, prompt.tools
         chat = partial(self.chat, tools=tools, session=request.group_id)
         last = request.size - 1
@@ -226,7 +229,11 @@ class _Member:
     asked: Counter[str] = field(default_factory=Counter[str])
 
     async def begin(self) -> None:
-        """Start the episode; `start` may be its fault. Raises InputError, EndpointUnavailable."""
+        """Start the episode; `start` is its fault if the environment raises.
+
+        Raises InputError where none can be started, EndpointUnavailable where none can at the
+        moment.
+        """
         began = time.monotonic()
         try:
             self.start = await self.episode.start()
@@ -272,7 +279,11 @@ class _Member:
         )
 
     async def _played_or_again(self, start: Start) -> Trajectory:
-        """Play on from recorded turns, or in a new episode where these do not come out again."""
+        """Play through recorded turns and on from there.
+
+        Where the environment does not answer as it did when they were sampled, the member begins
+        again, in a new episode.
+        """
         client, name = self.driver.client, self.request.group_id
         try:
             trajectory = await self._play(start)
@@ -475,7 +486,10 @@ class _Member:
     def _new_segment(
         self, dialogue: Sequence[Message], tools: Sequence[Tool]
     ) -> Int32[np.ndarray, " P"]:
-        """Begin a segment whose prompt is a whole conversation; its ids. Raises BridgeFault."""
+        """Begin a segment whose prompt is a whole conversation; return its ids.
+
+        Raises BridgeFault where none may begin, or the template cannot carry it.
+        """
         render = self.driver.render
         if render is None:
             raise BridgeFault("the environment began another conversation")
@@ -514,7 +528,10 @@ async def _close(episode: PlayedEpisode) -> None:
 
 
 def _first_prompt(starts: Sequence[Start | MarinRLError], example: Example) -> Start:
-    """The start that all members have in common; the example's if none began. InputError."""
+    """The messages and tools that all members of a group start with; the example's if none began.
+
+    Raises InputError.
+    """
     begun = [start for start in starts if isinstance(start, Start)]
     if any(start != begun[0] for start in begun[1:]):
         raise InputError("expected the episodes of one example to start alike, found two starts")

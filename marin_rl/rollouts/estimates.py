@@ -65,7 +65,10 @@ def majority_at_k(right_N: Bool[np.ndarray, " N"], answers: Sequence[str | None]
 
 
 def wilson(mean: float, effective: float | int) -> tuple[float, float]:
-    """95 % Wilson score interval (1927) of a mean in [0, 1]; all of it with nothing drawn."""
+    """Wilson's score interval (1927) for a mean in [0, 1] of `effective` independent draws.
+
+    95 %; with nothing drawn, all of [0, 1].
+    """
     if effective <= 0:
         return 0.0, 1.0
     n, p = effective, mean
@@ -77,7 +80,10 @@ def wilson(mean: float, effective: float | int) -> tuple[float, float]:
 
 
 def held_out_accuracies(rows: Sequence[Mapping[str, Any]]) -> dict[int, Estimate]:
-    """`eval/accuracy` by round with Wilson's interval for the number of examples."""
+    """`eval/accuracy` with its interval by round, of the rows of metrics that have one.
+
+    Wilson's interval for the number of examples, as for `mean@1`.
+    """
     result: dict[int, Estimate] = {}
     for row in rows:
         if (accuracy := row.get("eval/accuracy")) is not None:

@@ -53,7 +53,10 @@ EMBEDDED_IN_FLIGHT_MAX = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Held-out examples of one environment; those of named sets carry the set's label."""
+    """Held-out examples of one environment.
+
+    A named set's examples carry its label as their environment's, which separates metrics and rows.
+    """
 
     part: EnvironmentPart
     examples: int
@@ -73,7 +76,11 @@ class HeldOut:
 
 
 def held_out_sets(config: Config) -> tuple[HeldOut, ...]:
-    """The sets of an evaluation, loaded. Raises ConfigError, InputError without examples."""
+    """The sets of a run's evaluation, with their examples loaded.
+
+    Raises ConfigError for an unknown environment, wrong options, or seeds from which training and
+    evaluation would meet; InputError where there are no examples.
+    """
     named = config.evaluation.sets
     if named is None:
         parts = parts_of(environment_of(config), config.environment)
@@ -116,7 +123,10 @@ def _held_out(part: EnvironmentPart, config: Config, *, of_list: bool = False) -
 
 
 async def evaluate_round(run: Run, round: int, policy: ServedPolicy) -> SlotRef:
-    """Commit the evaluation of checkpoint `round`, once. Raises as `generate_shard`."""
+    """Commit the evaluation of checkpoint `round`, or return it where it is committed already.
+
+    The reference's summary holds the `eval/*` metrics. Raises as `generate_shard` does.
+    """
     sets = held_out_sets(run.config)
     versions = {held_out.name: held_out.part.environment.version for held_out in sets}
     own = {"environment_version": versions[None]} if None in versions else {"versions": versions}
@@ -141,7 +151,10 @@ async def answered(
     round: int,
     connect: Connect | None = None,
 ) -> list[RolloutGroup]:
-    """Sampled and scored held-out examples of the evaluation `name`. Raises as `generate_shard`."""
+    """Sample and score the held-out examples of all sets, as the evaluation `name`.
+
+    The requests of all rounds are the same but for the groups' names. Raises as `generate_shard`.
+    """
     groups: list[RolloutGroup] = []
     inference = config.inference
     at_once = inference.requests_in_flight_max
@@ -188,7 +201,11 @@ def requests_of(
 def evaluation_metrics(
     groups: Sequence[RolloutGroup], evaluation: EvaluationConfig, extractors: Extractors
 ) -> dict[str, float]:
-    """The `eval/*` metrics; a failed rollout is never right. Raises InputError."""
+    """The `eval/*` metrics. A failed rollout is never right; means are over those with a reward.
+
+    `extractors` say what a completion's answer is, where votes are counted. Raises InputError where
+    their functions cannot be imported.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     lengths = [r.n_completion_tokens for r in rollouts if r.n_completion_tokens]

@@ -70,7 +70,10 @@ def calls_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list
 
 
 def segments_of(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The segments of a rollout, each with facts of its first call; none where it is one."""
+    """The segments of a rollout, each by its calls; none where it is one.
+
+    `parent`, `reason` and `turn` are those of its first call, `n_turns` counts its calls.
+    """
     if not row["segment_lengths"]:
         return []
     segments = list[dict[str, Any]]()

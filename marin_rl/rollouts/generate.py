@@ -119,7 +119,10 @@ async def committed_shard(
     scorer: RewardScorer | None = None,
     teacher: Teacher | None = None,
 ) -> SlotRef | None:
-    """The shard that `generate_shard` would return without sampling, else None."""
+    """The shard that `generate_shard` would return without sampling; None where it would sample.
+
+    Raises CommitConflict where another content is committed, StorageError.
+    """
     environment = await asyncio.to_thread(environment_of, run.config)
     curriculum = await asyncio.to_thread(decide, run, round, policy.weight_version)
     digest = shard_fingerprint(run, round, shard, policy, environment, scorer, curriculum, teacher)
@@ -206,7 +209,10 @@ def examples_of(
 
 
 def groups_of_shard(config: Config, shard: int) -> range:
-    """Numbers of a shard's groups; shards beyond a round's are further sample batches."""
+    """Numbers of a shard's groups in its round.
+
+    Shards from `shards_per_round` on are those of further sample batches.
+    """
     groups, shards = config.candidates_per_batch, config.rollouts.shards_per_round
     return range(groups * shard // shards, groups * (shard + 1) // shards)
 
@@ -243,7 +249,11 @@ def group_request(config: Config, group_id: str, example: Example, seed: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingJob:
-    """Policy and environment that sample; without `bridge` the chat template joins turns."""
+    """The policy and the environment that groups are sampled by, as `config` says.
+
+    `progress` is published with its numbers as each group is done. `bridge` joins the turns of
+    episodes that have several; None as the policy's chat template does.
+    """
 
     config: Config
     policy: ServedPolicy

@@ -158,7 +158,10 @@ class PiecewiseClient(ChatClient):
         )
 
     def _agreed(self, record: GroupRecord, request: ChatRequest, member: Member) -> Member:
-        """The recorded member with this prompt, or begun again at its first turn. Diverged."""
+        """The recorded member, if its turn has this prompt; a new one is given the prompt.
+
+        Raises Diverged. At its first turn a member begins again by itself.
+        """
         new = record.new_messages(member, request.messages)
         if not len(member.prompt):
             member.messages = new

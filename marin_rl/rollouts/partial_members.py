@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Member:
-    """A turn's completion so far, after `messages` of the environment: prompt ids and pieces."""
+    """A completion so far, of a turn of a member: its prompt's ids, and what each piece added.
+
+    `messages` are what the environment said before the turn.
+    """
 
     index: int
     seed: int
@@ -110,7 +113,10 @@ class GroupRecord:
         self.at(seed).add(_part_of(rollout, turn, before))
 
     def new_messages(self, member: Member, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """Messages that the environment added before a turn; none for the example's prompt."""
+        """Messages of a dialogue that the environment added before a turn.
+
+        There are none where a first prompt is the example's.
+        """
         before, self.messages[member.index] = self.messages.get(member.index, 0), len(messages)
         if member.turn:
             return tuple(messages[before + 1 :])  # the model's own turn is known by its ids

@@ -43,7 +43,12 @@ _measured: dict[tuple[str, str, int], tuple[int, ...]] = {}
 
 
 def data_warnings(config: Config, *, scored: bool = True) -> list[str]:
-    """Notices of environments on their data, and small held-out sets. ConfigError, InputError."""
+    """Return what environments say of their data, and small held-out sets.
+
+    Without `scored`, for a flow that learns from demonstrations alone, nothing on rewards and
+    evaluations. Reads the prompts, once per process. Raises ConfigError, InputError as
+    `loaded_environment`.
+    """
     warnings = [*_left_out(config)]
     for chosen, rewarded in _environments(config):
         notices = loaded_environment(chosen).notices(scored=scored and rewarded)
@@ -150,7 +155,11 @@ def _left_out(config: Config) -> Iterator[str]:
 
 
 def rows_left_out(config: Config, key: str) -> tuple[int, ...]:
-    """Numbers of an environment's rows whose prompts leave no room. ConfigError, InputError."""
+    """Numbers of the rows whose prompts leave no room for a completion, in an environment's file.
+
+    `key` is one of `training_environments`. Measures all rows, once per process. Raises ConfigError
+    for an environment without such rows, InputError.
+    """
     chosen = training_environments(config)[key]
     room = config.policy.context_length - config.sampling.max_tokens
     measured = config.policy.model_dump_json(), chosen.model_dump_json(), room
@@ -212,7 +221,10 @@ def policy_as_begun(policy: PolicyConfig) -> PolicyConfig:
 
 
 def prefix_cache_of(config: Config) -> bool | None:
-    """True for an embedded engine with long dialogues, else None. Reads the environment."""
+    """True for a run of an embedded engine with long dialogues, else None: no choice.
+
+    Reads the environment, once per process. Raises ConfigError, InputError as `loaded_environment`.
+    """
     inference = config.inference
     if inference.endpoints:
         return None
@@ -240,7 +252,11 @@ def serve_merged_of(config: Config) -> bool | None:
 
 
 def row_layout_of(config: Config) -> str | None:
-    """The layout `auto` on one CPU device, where rows have no set length; else None."""
+    """The layout `auto` for a run on one CPU device that says no length of rows; else None.
+
+    Not on accelerators, where it has not been measured, nor on several devices, which could not
+    share a microbatch of few long rows.
+    """
     alone = config.mesh.data == config.mesh.fsdp == 1
     chooses = computes_on_host() and alone and config.batching.row_tokens is None
     return "auto" if chooses and not config.batching.length_buckets else None

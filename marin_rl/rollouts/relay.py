@@ -106,7 +106,10 @@ class Relay:
         self._ends = self._tokenizer.end_ids
 
     async def play(self, example: Example, ask: Ask) -> dict[str, Any]:
-        """Tokens, mask, logprobs and reward of an episode; one untrained token for a fault."""
+        """Play an episode and score it; tokens, mask, logprobs and reward for a trainer.
+
+        An episode that failed has one token that is not trained on, a reward of 0, and its fault.
+        """
         client, config = RelayClient(self, ask), self.config
         sampling = sampling_for(config.sampling, config.environment, example.environment)
         request = GroupRequest(
@@ -160,7 +163,10 @@ class Relay:
         }
 
     def completion(self, sampled: Mapping[str, Any]) -> Completion:
-        """The parent's tokens as a completion, cut without an end token. Raises BadResponse."""
+        """The parent's tokens as a completion; one that no end token ends was cut.
+
+        Raises BadResponse.
+        """
         ids = np.array(sampled["token_ids"], np.int32)
         if not len(ids):
             raise BadResponse("expected a completion with tokens, found none")

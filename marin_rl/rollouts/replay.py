@@ -62,7 +62,10 @@ _ID = re.compile(r"round-(\d{5,})/group-\d{5,}/\d{3,}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedTurn:
-    """First difference after a turn; 0 is the start, the one after the last is the score."""
+    """A turn of the model, counted from 1, and the first difference in what followed it.
+
+    Turn 0 is the start of the episode; the turn after the last is the score of the whole.
+    """
 
     turn: int
     difference: str | None = None
@@ -104,7 +107,12 @@ def round_of_rollout(rollout_id: str) -> int:
 
 
 def replay_rollouts(run: Run, round: int, rollout_id: str | None = None) -> Replays:
-    """Play a sealed round's rollouts, or one, again. ObjectMissing, InputError, CorruptObject."""
+    """Play the rollouts of a sealed round again, or one of them.
+
+    Code that the run names must be allowed (`trust.check_named`). Raises ObjectMissing while the
+    round is not sealed, InputError for an unknown id and for environments that say they cannot be
+    played again, CorruptObject.
+    """
     player = run.at_round(round)
     manifest = rollouts_manifest(player, round)
     groups = [g for table in iter_row_groups(player, manifest) for g in groups_of(table)]
@@ -379,7 +387,11 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
 
 
 def source_digest(function: str) -> str:
-    """SHA-256 of a function's own module, without its imports. Raises InputError."""
+    """SHA-256 of the module that a function is in: another text may give other rewards.
+
+    What that module imports is not covered.
+    Raises InputError where it cannot be imported.
+    """
     spec = parse_spec(function)
     if spec is not None and spec.is_file:
         return spec.sha256

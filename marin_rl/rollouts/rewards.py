@@ -40,7 +40,10 @@ STAMP = "reward_model"  # in the footer of a shard: the digest of the model that
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardIdentity:
-    """Identity of a reward model; `mean` and `std` are of raw rewards over its pairs."""
+    """Identity of a reward model: equal ones give the same rewards under the same settings.
+
+    `mean` and `std` are of the raw rewards over the pairs it was trained on.
+    """
 
     parameters_digest: str
     mean: float
@@ -67,7 +70,11 @@ class RewardModelSlot:
 def reward_model_slot_of(
     config: Config, tokenizer_digest: str, chat_template_digest: str
 ) -> RewardModelSlot:
-    """The reward model, checked for this tokenizer and context. ConfigError, InputError."""
+    """The reward model of `environment.reward_model`, checked for policies with this tokenizer.
+
+    Raises ConfigError where it is not committed or was made for fewer tokens than the policy may
+    use, InputError where its tokenizer or chat template is another.
+    """
     settings = config.environment.reward_model
     assert settings is not None, "the configuration names no reward model"
     kinds = {"reward_model": "step-00200"}
@@ -101,7 +108,10 @@ def reward_model_slot_of(
 def add_model_reward(
     groups: Sequence[RolloutGroup], settings: LearnedRewardConfig, scorer: RewardScorer
 ) -> list[RolloutGroup]:
-    """Add the model's component to rollouts with rewards and tokens. Raises RewardFault."""
+    """The groups with the model's component in every rollout that has a reward and tokens.
+
+    Raises RewardFault where the model gives no finite number, or a component of its name is there.
+    """
     judged = [r for group in groups for r in group.rollouts if _is_judged(r)]
     if not judged:
         return list(groups)
@@ -158,7 +168,10 @@ def _with_component(rollout: Rollout, settings: LearnedRewardConfig, value: floa
 
 
 def given_pairs(settings: PairTrainingConfig, section: PairSection) -> PairFile:
-    """Preference pairs of a file, or of a run's groups. InputError names row and field."""
+    """The pairs that a section names: of a file, or of the groups of a run whose folder it names.
+
+    Raises InputError naming the row and the field.
+    """
     folder = Path(settings.pairs)
     if (folder / RUN_KEY).is_file():
         pairs = pairs_of_run(Run.open(str(folder.parent), folder.name))
@@ -179,7 +192,11 @@ def pairs_of_run(
     margin_min: float = 0.0,
     rounds: Sequence[int] | None = None,
 ) -> list[PreferencePair]:
-    """The pairs of the groups of sealed `rounds` (None: all). InputError, ObjectMissing."""
+    """A pair of every group of the sealed rounds (all, or `rounds`) that gives one, in order.
+
+    See `pair_of_group`; tokens are the rollouts' own. Raises InputError where no group gives a
+    pair, naming the components there are; ObjectMissing for a round that is not sealed.
+    """
     chosen = [p.round for p in progress(run).values() if p.rollouts] if rounds is None else rounds
     pairs: list[PreferencePair] = []
     names: set[str] = set()
@@ -207,7 +224,12 @@ def pair_of_group(
     digests: tuple[str, str],
     source: str,
 ) -> PreferencePair | None:
-    """The best and worst member by a component (None: reward), if they differ enough."""
+    """The best and the worst member of a group by a reward component (None: by the reward).
+
+    None where fewer than two members have it, where they differ by nothing or by less than
+    `margin_min`, or where both gave the same answer. The first of equals counts. `digests` are
+    those of tokenizer and chat template.
+    """
     valued = list[tuple[float, Rollout]]()
     for rollout in group.rollouts:
         values = [part.value for part in rollout.reward_components if part.name == component]

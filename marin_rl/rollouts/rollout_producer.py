@@ -35,7 +35,10 @@ from marin_rl.types import Message, Sampling, ServedPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutProducer:
-    """Rollouts that an environment samples by itself; `vocabulary` bounds their ids."""
+    """Asks an environment for the rollouts of groups, sampled from one served policy.
+
+    `vocabulary` is the number of ids of the policy.
+    """
 
     policy: ServedPolicy
     environment: Environment
@@ -44,7 +47,11 @@ class RolloutProducer:
     vocabulary: int
 
     async def play_group(self, request: GroupRequest) -> list[Trajectory]:
-        """Trajectories of the members, in order. Raises EndpointUnavailable, InputError."""
+        """Trajectories of the members that are asked for, in their order.
+
+        Raises EndpointUnavailable where the environment's own server cannot be reached, InputError
+        where its process cannot be started.
+        """
         address = PolicyAddress(
             endpoints=self.policy.endpoints,
             model=self.policy.model,

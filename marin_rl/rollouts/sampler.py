@@ -80,7 +80,10 @@ async def first_done(
 
 
 class EarlyGroups:
-    """Log of a shard that commits no group early; `collect` says when enough have ended."""
+    """Log of the groups of a shard, which commits none of them early.
+
+    `collect` waits until enough have ended, such as `first_done`; None waits for all.
+    """
 
     takes_groups = False  # groups may be committed without the rest of their shard
     takes_members = False  # and members without the rest of their group
@@ -161,7 +164,11 @@ class _PlayedGroup:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def play(self) -> dict[int, Rollout]:
-        """The members by index, committed as they end where the log and the scores allow."""
+        """The members that are asked for, by index.
+
+        They are committed as they end, where the log takes members; but members of one turn end
+        together, and a score that compares members needs all of them.
+        """
         driver, request = self.sampler.driver, self.request
         try:
             if (
@@ -188,7 +195,10 @@ class _PlayedGroup:
             await self._settle(ended)
 
     async def _settle(self, ended: Mapping[int, Trajectory]) -> None:
-        """Score ended members and commit the successful ones, or the group where scores compare."""
+        """Score members that are not settled yet, and commit the successful ones.
+
+        Where a score depends on the other members, a group is committed whole or not at all.
+        """
         ended = {i: trajectory for i, trajectory in ended.items() if i not in self.rollouts}
         if not ended:
             return

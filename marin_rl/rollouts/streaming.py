@@ -84,7 +84,11 @@ class Claimant:
 
 
 def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> Iterator[int]:
-    """Yield chunks that a worker may sample now, its own claims included, while there is room."""
+    """Yield the chunks that a worker may sample now, in order, as long as there is room.
+
+    Chunks with a live claim of another worker, and chunks that this worker samples already, are
+    left out. A worker that is started again resumes its own claims.
+    """
     config = stream.run.config
     # Counted from claims and intakes alone, so that a restart changes nothing.
     chunk, counted = settled.floor // chunk_size(config), 0
@@ -103,7 +107,11 @@ def open_chunks(stream: GroupStream, settled: Settled, claimant: Claimant) -> It
 
 
 def begun_by(stream: GroupStream, chunk: int, claimant: Claimant) -> int | None:
-    """Policy version of a chunk that is resumed in pieces; None for one that begins."""
+    """Policy version of a chunk that a worker resumes; None for one that it begins.
+
+    Groups that are sampled in pieces are as old as their first piece. Those that are too old for
+    any further round are begun again.
+    """
     claim = stream.claims.get(chunk)
     if stream.run.config.piece_tokens is None or claim is None:
         return None
@@ -145,7 +153,10 @@ def group_id_of(number: int) -> str:
 
 
 class ChunkLog(EarlyGroups):
-    """Log of a chunk, which commits the groups that ended every `every_s` seconds (0: at once)."""
+    """Log of a chunk, which commits whole groups that ended since the last commit as one object.
+
+    `every_s` are the seconds between commits; 0: a group is committed as soon as it ends.
+    """
 
     takes_groups = True  # and no members: a claim is of whole groups
 
@@ -217,7 +228,12 @@ async def sample_chunk(
     settled: Settled | None = None,
     interruption: Interruption | None = None,
 ) -> int:
-    """Sample and commit a chunk's open groups; their number. Raises as `generate_shard`."""
+    """Sample and commit the groups of a chunk that are not finished; the number of its groups.
+
+    Groups that `interruption` leaves out are not counted; they are committed as far as they got,
+    where completions are sampled in pieces. Raises as `generate_shard` does; the groups that
+    are committed by then stay.
+    """
     config, environment = run.config, environment_of(run.config)
     interruption = interruption or Interruption()
     fingerprint = stream_fingerprint(
@@ -264,7 +280,11 @@ def is_ready(run: Run, round: int, *, ended: bool = False) -> bool:
 
 
 def take_groups(run: Run, round: int, *, ended: bool = False) -> SlotRef | None:
-    """The intake of a round; None for too few groups, unless sampling has `ended`."""
+    """The committed intake of a round; None while there are too few groups.
+
+    With `ended`, no further groups are sampled, and none under way is waited for. Raises
+    CommitConflict for groups of a worker with other settings, CorruptObject, StorageError.
+    """
     existing = intake_ref(run, round)
     if existing is not None:
         return existing
@@ -292,7 +312,11 @@ def now_utc() -> datetime:
 
 
 async def watch_target(run: Run, policy: ServedPolicy, interruption: Interruption) -> None:
-    """Request an interruption once the flow pauses or, without in-flight updates, moves on."""
+    """Request an interruption once the flow of a run pauses, or samples by another policy.
+
+    With `in_flight_updates` another policy ends nothing. For nodes of a pool or cluster: they get
+    no request of another machine.
+    """
     board = board_of(run.config.inference, run.folder)
     while True:
         try:

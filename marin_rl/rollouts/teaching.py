@@ -70,7 +70,10 @@ def teacher_fields(settings: DistillationConfig, teacher: Teacher) -> dict[str, 
 def add_teacher_logprobs(
     groups: Sequence[RolloutGroup], config: Config, environment: Environment, teacher: Teacher
 ) -> list[RolloutGroup]:
-    """Add teacher log-probabilities to rollouts with trained tokens. Raises InputError."""
+    """The groups with the teacher's log-probabilities in every rollout that has trained tokens.
+
+    Raises InputError where the teacher's numbers are not finite, or no context can be placed.
+    """
     assert config.distillation is not None, "the configuration names a teacher"
     prompts = Prompts(config, environment)
     reads = {
@@ -170,7 +173,10 @@ def opening(rollout: Rollout) -> list[Message]:
 
 
 def taught_prompts(run: Run, rounds: Sequence[int]) -> dict[bytes, Int32[np.ndarray, " _"]]:
-    """Ids of sealed rounds' prompts as the teacher reads them, by the policy's as bytes."""
+    """Ids of the prompts of sealed rounds as the teacher reads them, by the policy's, as bytes.
+
+    Raises as `Prompts.rendered` and `iter_shards` do.
+    """
     prompts, taught = Prompts(run.config, environment_of(run.config)), dict[bytes, np.ndarray]()
     for round in rounds:
         for group in (group for table in iter_shards(run, round) for group in groups_of(table)):
@@ -226,7 +232,10 @@ def check_steady(config: Config, teacher: Teacher) -> None:
 
 
 def check_recorded(run: Run, teacher: Teacher) -> None:
-    """InputError for a teacher unlike the last round's, by id and, remotely, by scores."""
+    """Raise InputError for another teacher than that of the run's last sealed round.
+
+    One behind an endpoint, whose id may outlive its weights, scores a group of that round again.
+    """
     first = run.ancestors[-1].through_round if run.ancestors else 0  # a fork may have another
     sealed = [
         each.round for each in progress(run).values() if each.rollouts and each.round >= first
@@ -273,7 +282,10 @@ Value = TypeVar("Value")
 
 
 class EndpointTeacher:
-    """A `Teacher` behind a server, for threads without an event loop. Raises as the client."""
+    """A teacher that a server has: a `Teacher`. Thread safe; not for a thread with an event loop.
+
+    Methods raise the errors of the client, which name the teacher.
+    """
 
     def __init__(self, config: Config, *, attempts_max: int | None = None) -> None:
         settings, inference = config.distillation, config.inference
@@ -314,7 +326,10 @@ class EndpointTeacher:
         return [logprobs[start:] for logprobs, start in scores]
 
     def tokenized(self, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], int | None]:
-        """Ids of bodies of /tokenize, and the context length there. Raises BadResponse."""
+        """Ids of texts or messages by the endpoint's tokenizer, and the length of its context.
+
+        Each body is one of /tokenize. Raises BadResponse for an answer without ids.
+        """
 
         async def asked(client: PolicyClient) -> list[Mapping[str, Any]]:
             named = [{"model": self.identity, **body} for body in bodies]

@@ -82,7 +82,10 @@ class ToolTurns:
     def read(
         self, completion: Completion, stop: Sequence[str], tools: Sequence[Tool], turn: int
     ) -> Completion:
-        """A completion with its calls apart, with ids by `turn`; one that was cut has none."""
+        """Return a completion with its calls apart from its text; `turn` numbers their ids.
+
+        An endpoint of texts has read them itself. A turn that was cut makes no calls.
+        """
         finish_reason = completion.finish_reason
         if finish_reason in _CALLED:
             finish_reason = "stop"
@@ -139,7 +142,10 @@ class ToolTurns:
         )
 
     def limited(self, message: Message) -> Message:
-        """A tool's result within the limits, marked where cut; other messages as they are."""
+        """Return a tool's result within the limits, cut after a whole token and marked if so.
+
+        Messages of other roles are returned as they are.
+        """
         if message.role != "tool":
             return message
         text = message.content[: self._characters_max]

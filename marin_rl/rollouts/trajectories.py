@@ -97,7 +97,10 @@ class GroupRequest:
 
 
 def turn_seed(seed: int, turn: int | str) -> int:
-    """Seed of a turn by its number or by what it asks; 0 has the member's own."""
+    """Return the seed of a member's turn, by its number or by what it asks.
+
+    The one of number 0 is the member's own.
+    """
     if turn == 0:
         return seed
     digest = hashlib.sha256(f"{seed} {turn}".encode()).digest()
@@ -202,7 +205,10 @@ def as_message(completion: Completion) -> Message:
 
 
 def check_identity(answer: ChatAnswer, policy: ServedPolicy) -> None:
-    """Raise StalePolicy for a named digest of other parameters; others name only a model id."""
+    """Raise StalePolicy for samples of other parameters.
+
+    Servers of ours name the parameters they sampled with; others only the model id.
+    """
     sampled_with, expected = answer.parameters_digest, policy.parameters_digest
     if sampled_with is not None and sampled_with != expected:
         raise StalePolicy(
@@ -223,7 +229,11 @@ def check_prompt(answer: ChatAnswer, ids: Int32[np.ndarray, " P"]) -> None:
 async def score_group(
     scorer: Scorer, example: Example, trajectories: Sequence[Trajectory]
 ) -> list[Score]:
-    """Scores of a group: step rewards, and the environment's of last turns. Raises InputError."""
+    """Scores of a finished group: its steps' rewards, else the environment's for its last turns.
+
+    What the environment scores goes to a worker in one message. Raises InputError where no worker
+    can be started.
+    """
     finished = [t for t in trajectories if t.fault is None and t.scored]
     lasts = [t.turns[-1].completion for t in finished]
     texts, ids = [last.text for last in lasts], [last.token_ids for last in lasts]
@@ -301,7 +311,10 @@ class Interruption:
     between_groups: bool = False
 
     def request(self, *, between_groups: bool = False) -> None:
-        """End sampling after pieces under way, or also before the next group."""
+        """End sampling after the pieces that are under way.
+
+        With `between_groups`, samplers of whole completions begin no further group either.
+        """
         self.requested = True
         self.between_groups |= between_groups
 

@@ -31,7 +31,10 @@ TEXTS = ("", "1", "no such action")  # of turns that check an environment, in or
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedEpisode:
-    """A tried episode; `seconds` are those of its start and of each step."""
+    """An episode that was tried: its first messages, turns and answers, and its reward.
+
+    `seconds` are those of the start and of each step.
+    """
 
     example_id: str
     start: tuple[Message, ...]

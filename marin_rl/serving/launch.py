@@ -124,7 +124,10 @@ def serve_checkpoint(  # noqa: PLR0913 - each is an option that people type
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follower:
-    """A server of checkpoint `round`, not started yet, and how it takes others."""
+    """A server of a run's checkpoint `round`, not started yet, and the way to its other ones.
+
+    With `adapters` it serves the versions of an adapter next to their base.
+    """
 
     server: PolicyServer
     take: Take
@@ -141,7 +144,11 @@ def proven_follower(
     *,
     registered: bool = False,
 ) -> Follower:
-    """A proven server of a checkpoint (None: the latest), which follows the run on `board`."""
+    """A server of a checkpoint of a run (None: the latest), proven first.
+
+    `board` is that of the run which is followed; without one the checkpoint stays. Raises as
+    `serve_checkpoint` does.
+    """
     apart = board is not None and _apart(run, settings.inference, registered=registered)
     version = version_of(run, checkpoint_at(run, round)) if apart else None
     loaded = read_checkpoint(run, round) if version is None else read_base_of(run, version)
@@ -165,7 +172,11 @@ def proven_follower(
 
 
 def _apart(run: Run, inference: InferenceConfig, *, registered: bool) -> bool:
-    """True where versions of a run's adapter are served next to their base (`serve_merged`)."""
+    """True where each version of a run's adapter is served next to its base.
+
+    By default it is; registered servers do so only where `serve_merged` is false, as new runs of a
+    fleet have it.
+    """
     policy = run.config.policy
     if policy.lora is None or policy.quantize_base is not None:
         return False
@@ -233,7 +244,10 @@ def serve_folder(
 def growing_server(
     loaded: Loaded, tokenizer: PreTrainedTokenizerBase, config: Config
 ) -> PolicyServer:
-    """A server, not started yet, whose engine compiles what the first requests need."""
+    """A server, not started yet, whose engine compiles what requests need, when they need it.
+
+    The canary is its first request, and compiles the programs of the next one.
+    """
     give_back_freed_memory()  # of reading the folder
     server = _server(loaded, tokenizer, config, grows=True)
     growing = server.engine.growing
@@ -262,7 +276,10 @@ def proven_server(
     config: Config,
     adapters: Mapping[str, Adapter] = NO_ADAPTERS,
 ) -> PolicyServer:
-    """A server, not started yet, whose engine is proven for the base and the first adapter."""
+    """A server, not started yet, of weights that the engine is proven to decode as trained.
+
+    With the adapters loaded; the proof is one for the base, and one for the first of them.
+    """
     dtype = jnp.dtype(config.policy.compute_dtype)
     for adapter in (None, *list(adapters.values())[:1]):
         rehearse(loaded.model, canary_ids(tokenizer), config.inference, dtype, adapter)
@@ -289,7 +306,11 @@ def _server(
 
 
 def with_room(config: Config, adapters: Mapping[str, Adapter]) -> Config:
-    """The configuration with room for these adapters and some more. Raises ConfigError."""
+    """The configuration with room for these adapters, where it does not say how much there is.
+
+    For a few more of the same rank too, which are loaded later. Raises ConfigError where it says
+    less than they need.
+    """
     if not adapters:
         return config
     engine, rank = config.inference.engine, max(one.rank_max for one in adapters.values())
@@ -312,7 +333,10 @@ def _announce(line: str) -> None:
 
 
 def folder_tokenizer(folder: Path, policy: PolicyConfig | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder, with end tokens of the policy or of its template."""
+    """The tokenizer of a model folder, with the options and end tokens of a policy.
+
+    Where that names no end tokens, the one that the chat template writes. Raises InputError.
+    """
     named = (policy or PolicyConfig()).model_copy(update={"tokenizer": str(folder)})
     # No run has begun, so the template's date is the day of the request.
     tokenizer = tokenizer_for(named)

@@ -310,7 +310,10 @@ def serve_forever(
 
 @contextmanager
 def _signals() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits for SIGTERM or SIGINT; a second one ends the process at once."""
+    """Handle SIGTERM and SIGINT; yields a function that waits for one, with a timeout in seconds.
+
+    A second one ends the process at once.
+    """
     # which is reentrant: a handler that took a lock could wait for the very thread it interrupts
     requests: SimpleQueue[int] = SimpleQueue()
 

@@ -53,7 +53,10 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def cut(box: Box, itemsize: int, bytes_max: int, axes: int | None = None) -> Iterator[Box]:
-    """Cut a box along its first `axes` axes into boxes of `bytes_max` bytes, in memory order."""
+    """Cut a box into ones of `bytes_max` bytes at most, in their order in memory.
+
+    Only the first `axes` axes are cut, of which an entry may be larger.
+    """
     size = math.prod(extents(box)) * itemsize
     axis = next((axis for axis, (start, end) in enumerate(box[:axes]) if end - start > 1), None)
     if size <= bytes_max or axis is None:

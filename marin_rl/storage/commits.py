@@ -66,7 +66,10 @@ def attempt_in(key: str) -> str | None:
 
 
 def attempt_age_s(attempt: str, now: datetime) -> float:
-    """Seconds since an attempt was named, by its clock; may be negative. Raises ValueError."""
+    """Seconds since an attempt was named, by the clock of who named it. Negative if clocks differ.
+
+    Raises ValueError for what is not the name of an attempt.
+    """
     # From the name, not the store: modification times change when a run is copied.
     named_at = datetime.strptime(attempt.partition("-")[0], _NAMED_AT).replace(tzinfo=UTC)
     return (now - named_at).total_seconds()
@@ -185,7 +188,10 @@ def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
 
 
 def count_in(manifest: Manifest, name: str, source: str, *, at_most: int = 2**31) -> int:
-    """A total of a manifest, which may be forged: a whole number from 0. Raises CorruptObject."""
+    """The total `name` of a manifest, a whole number from 0. Raises CorruptObject naming `source`.
+
+    Totals are what a slot says of itself: a damaged or foreign record may lack them.
+    """
     value = manifest.totals.get(name)
     if value is None or value != value or not 0 <= value <= at_most or value != int(value):
         raise CorruptObject(
@@ -256,7 +262,10 @@ def commit_manifest(
 
 
 def commit_slot(store: ObjectStore, slot: str, *, attempt: str, **record: Any) -> SlotRef:
-    """Commit `slot`, whose parts are written; another attempt's equal commit is adopted."""
+    """Commit `slot`, whose parts are written, with the manifest of `new_manifest`.
+
+    Another attempt's commit of the same fingerprint is adopted. Raises as `commit_manifest` does.
+    """
     # After the parts: they are durable by now, so no manifest names a file that a crash lost.
     winner = commit_manifest(store, new_manifest(slot, attempt=attempt, **record))
     return ref_of(winner, reused=winner.attempt != attempt)
@@ -337,7 +346,10 @@ def commit_object(
 def _look(
     store: ObjectStore, key: str, ours: bytes, attempt: str, fingerprint: str, identify: Identify
 ) -> bytes | None:
-    """The committed bytes, ours or another attempt's of the same fingerprint; None when absent."""
+    """The committed bytes if they are ours or may stand for ours; None when absent.
+
+    Ours and another attempt's of the same fingerprint are equally good: both are returned.
+    """
     try:
         committed = store.read(key)
     except ObjectMissing:

@@ -84,7 +84,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The checkpoint to serve until one above `through`; `session` is one start of the trainer."""
+    """The checkpoint that a trainer has servers serve, until one above `through` is committed.
+
+    `session` is random, of one start of the trainer: heartbeats repeat it, so that they age.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = Record.model_config
 
@@ -95,7 +98,10 @@ class Target:
     session: Text | None = None
 
     def aged(self, heartbeat: Heartbeat, version: int) -> str:
-        """Why a heartbeat is too old for those who sample by `version`; empty where it is not."""
+        """Why a heartbeat is too old for those who sample by `version`; empty where it is not.
+
+        Its server must have read a target of this session, of that version or a later one.
+        """
         # The target may be an old one that was put back, too.
         if self.version < version:
             return f"the target of the run is version {self.version}, expected {version} or later"
@@ -279,14 +285,21 @@ class FleetBoard:
         self.folder.replace(CANARIES_KEY, self.signed("canaries", record))
 
     def canaries(self, run_sha256: str) -> dict[int, ProvenVersion]:
-        """The proven versions of a run; clients prove endpoints by any of them."""
+        """The proven versions; none where no trainer of this run has proven one.
+
+        Clients of endpoints whose weights change while they answer prove by them whatever version
+        an endpoint names.
+        """
         record = self._opened("canaries", _Canaries, CANARIES_KEY)
         if record is None or record.run_sha256 != run_sha256:
             return {}
         return {proven.version: proven for proven in record.canaries}
 
     def direct(self, target: SamplingTarget) -> None:
-        """Write the checkpoint that workers of a pool sample by, or that they pause."""
+        """Write the checkpoint by which workers of a pool sample a window, or their flow's pause.
+
+        One that reads an old record samples by an older policy, which its groups say.
+        """
         record = _Sampling(
             state="open" if target.open else "closed",
             checkpoint=target.checkpoint.slot,

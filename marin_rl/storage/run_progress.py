@@ -36,7 +36,10 @@ class RoundProgress:
 
 
 def progress(run: Run, known: Collection[int] = ()) -> dict[int, RoundProgress]:
-    """Committed slots by round: a listing per kind, and per checkpoint that is not `known`."""
+    """Committed slots by round, ascending: one fresh listing per kind, for people and starts.
+
+    A checkpoint takes one more listing, which is spared for those `known` to be committed.
+    """
     slots: dict[int, dict[str, Any]] = {}
     for kind in ("rollouts", "batches", "evals", "metrics"):
         for key in run.store.list(kind):
@@ -63,7 +66,10 @@ def is_closed(run: Run, round: int) -> bool:
 
 
 def rounds_planned(run: Run, trained: int) -> int:
-    """Rounds that are planned by the run's own latest checkpoint, else by run.json."""
+    """Number of rounds planned for a run that trained `trained`, by its own latest checkpoint.
+
+    run.json has what was planned when the run began; `rounds` may be another at each continuation.
+    """
     slot = checkpoint_slot(trained)
     # A new fork starts from its parent's checkpoint, which records the parent's plan.
     latest = read_manifest(run.store, slot) if run.owner_of(slot) == run.run_id else None
@@ -79,7 +85,10 @@ def rounds_planned(run: Run, trained: int) -> int:
 
 
 def evaluated(run: Run, metric: str) -> dict[int, float]:
-    """A metric of committed evaluations by checkpoint. Raises ConfigError where none has it."""
+    """A metric of the committed evaluations by checkpoint, ascending.
+
+    Raises ConfigError where there are evaluations, and none has it.
+    """
     manifests = {n: read_manifest(run.store, evals_slot(n)) for n in rounds_in(run.store, "evals")}
     totals = {number: item[0].totals for number, item in sorted(manifests.items()) if item}
     values = {number: own[metric] for number, own in totals.items() if metric in own}

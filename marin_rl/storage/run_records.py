@@ -67,7 +67,10 @@ def ancestors_in(record: Mapping[str, Any]) -> tuple[Ancestor, ...]:
 def create_record(
     store: ObjectStore, config: Config, ancestors: Sequence[Ancestor] = ()
 ) -> dict[str, Any]:
-    """Commit the configured code, then run.json; the first process's record. Raises InputError."""
+    """Commit the code that the configuration names, then run.json; returns the first one's record.
+
+    Raises CommitUnknown, StorageError, InputError where the source of the code is not known.
+    """
     attempt, tree = new_attempt(), config.model_dump(mode="json")
     source = store.url_of(RUN_KEY)
     _check_pinned(tree, source)
@@ -155,7 +158,10 @@ def _refuse_withdrawn(record: Mapping[str, Any], source: str) -> None:
 
 
 def as_recorded(record: Mapping[str, Any], config: Config, source: str) -> Config:
-    """`config` with the run's choices of `AS_BEGUN` keys in place of null. Raises ConfigError."""
+    """`config` with the run's own choices of the `AS_BEGUN` keys that it leaves null.
+
+    Raises ConfigError.
+    """
     return with_choices(config, partial(value_at, stored_config(record, source)))
 
 

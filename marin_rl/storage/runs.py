@@ -120,7 +120,12 @@ class Run:
     def open(
         cls, root: str, run_id: str, storage_options: Mapping[str, Any] | None = None
     ) -> "Run":
-        """The run as run.json describes it; `outward_keys` at their defaults (`marin_rl.trust`)."""
+        """The run as run.json describes it.
+
+        What reaches beyond the run's folder (`outward_keys`: endpoints, variables with keys,
+        trackers, …) is at its default: `marin_rl.trust` takes that from the user. Raises
+        ObjectMissing naming the runs there are, ConfigError for what can be no run's name.
+        """
         ref = RunRef(root=root, run_id=run_id, storage_options=storage_options or {})
         return cls._open(ref, None)
 
@@ -180,7 +185,10 @@ class Run:
         return next(shared, self.run_id)
 
     def at_round(self, round: int) -> "Run":
-        """The run, this one or an ancestor, that played a round, by its own configuration."""
+        """The run that played a round: this one, or the ancestor it was forked from after it.
+
+        The round was played as that run's configuration says. Raises ObjectMissing.
+        """
         owner = self.player_of(round)
         if owner == self.run_id:
             return self
@@ -252,7 +260,10 @@ def checkpoint_at(run: Run, round: int | None) -> SlotRef:
 
 
 def policy_at(run: Run, round: int | None) -> SlotRef:
-    """As `checkpoint_at`; without rounds, the latest checkpoint of pairs or examples."""
+    """As `checkpoint_at`, but the latest of a run without rounds is what pairs or examples taught.
+
+    Raises ObjectMissing.
+    """
     if round is None and latest_checkpoint(run) is None:
         learned = latest_preference(run) or latest_sft(run)
         if learned is not None:
@@ -319,7 +330,10 @@ def refuse_other_content(config: Config) -> None:
 
 
 def recorded_config(config: Config) -> Config | None:
-    """The configuration with its run's recorded choices; None for a new run. Raises ConfigError."""
+    """The configuration with the choices that its run recorded; None if the run is new.
+
+    Raises ConfigError, CorruptObject.
+    """
     store = _store_of(config)
     record = run_records.read_record(store)
     return (
@@ -328,7 +342,11 @@ def recorded_config(config: Config) -> Config | None:
 
 
 def check_run_id(run_id: str) -> None:
-    """Raise ConfigError unless `run_id` can name a folder under a root, renamed ones included."""
+    """Raise ConfigError unless `run_id` can be the name of a folder right under a root.
+
+    New runs have stricter names; a folder that was renamed can be read all the same, unless its
+    name has control characters.
+    """
     if not is_name(run_id):
         raise ConfigError(
             f"expected the id of a run, a folder right under the root, found {run_id[:300]!r}; "

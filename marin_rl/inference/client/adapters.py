@@ -34,7 +34,12 @@ class NewAdapter:
 
 
 async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> str:
-    """Have endpoints serve an adapter under a new name; its model id. InputError, StalePolicy."""
+    """Have every endpoint serve an adapter; the model id that requests name it by.
+
+    Names are never used twice: an endpoint that has this one has this adapter. Raises InputError
+    where an endpoint cannot load adapters or refuses this one, StalePolicy where it would serve
+    another policy than promised, and what the client raises.
+    """
     # first, for what an earlier attempt loaded: see `_load`
     served = await client.models_of_each()
     ids = await asyncio.gather(
@@ -53,7 +58,10 @@ async def load_adapter(client: PolicyClient, adapter: NewAdapter, base: str) -> 
 
 
 async def unload_adapters(client: PolicyClient, names: Sequence[str]) -> None:
-    """Have endpoints unload these names; one that refuses keeps them, with a warning."""
+    """Have every endpoint unload what it serves of these names.
+
+    One that refuses keeps them: the round goes on, and its log says so.
+    """
     for url, known in (await client.models_of_each()).items():
         for name in sorted(known.intersection(names)):
             try:

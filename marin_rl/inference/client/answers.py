@@ -52,7 +52,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTimings:
-    """Seconds of a prompt's samples on the server by phase, until the last ended; None: unknown."""
+    """Seconds that a prompt's samples took on the server by phase, until the last of them ended.
+
+    None where the server does not report them.
+    """
 
     queue_s: float | None = None
     prefill_s: float | None = None
@@ -82,7 +85,10 @@ def decode_answer(data: bytes) -> ChatAnswer:
 
 
 def decode_turns(data: bytes) -> list[ChatAnswer]:
-    """Read the answer to a `TurnsRequest`, a completion per prompt. Raises BadResponse."""
+    """Read the answer to a `TurnsRequest`: one completion per prompt, in order.
+
+    Raises BadResponse.
+    """
     body, choices = read_choices(data)
     return [
         _answer(body, choice, (decode_completion(choice, choice.get("text")),))
@@ -101,7 +107,10 @@ def decode_plain(data: bytes, choices: Sequence[str]) -> ChatAnswer:
 
 
 def likeliest(choice: Mapping[str, Any], texts: Sequence[str]) -> str:
-    """The likeliest text as first token, with or without a space, else the reply. BadResponse."""
+    """The likeliest text as the first token, after a space if any is there; else what was said.
+
+    One that is not among the likeliest tokens is less likely than one that is. Raises BadResponse.
+    """
     places = expect_object(choice.get("logprobs") or {}, "logprobs").get("top_logprobs")
     top = places[0] if isinstance(places, list) and places else None
     if not isinstance(top, dict) or not all(isinstance(each, int | float) for each in top.values()):

@@ -207,7 +207,10 @@ class Template(Protocol):
 
 
 class TokenIdsDialect(Dialect):
-    """Base of routes that take ids, with a request and a seed for each sample."""
+    """Base of routes that take ids: prompts are rendered by `template`, here.
+
+    Each sample is a separate request with its own seed: n samples of one request might share it.
+    """
 
     route: str
 
@@ -400,7 +403,10 @@ def _version_in(meta: Mapping[str, Any], model: str) -> int | None:
 
 
 class CompletionsScores(TokenIdsDialect):
-    """vLLM's `prompt_logprobs`: an answer's completion is the prompt, its first logprob 0."""
+    """vLLM's `prompt_logprobs` on the route of plain completions, which is ours too.
+
+    The completion of an answer is the prompt, with 0 for its first token, which nothing precedes.
+    """
 
     route = COMPLETIONS_PATH
 

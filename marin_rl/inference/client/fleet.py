@@ -104,7 +104,11 @@ class Member:
 
 @dataclass(slots=True)
 class Fleet:
-    """Members by URL and places of sessions; unless `watched`, they are ready and asked in turn."""
+    """Members by URL, and the sessions that have a place. `zone` is the label of near ones.
+
+    Members of a fleet that is not `watched`, a plain list of endpoints, are ready for good, report
+    no load and are asked in turn.
+    """
 
     zone: str | None = None
     watched: bool = True
@@ -136,7 +140,10 @@ class Fleet:
         return [member for member in self.members.values() if member.state == "ready"]
 
     def choose(self, session: str, now: float, tried: Container[str] = ()) -> Member | None:
-        """The ready member to ask next, if any; `tried` ones last. `now` is monotonic."""
+        """The member to ask next; None while there is none. `now` is monotonic, in seconds.
+
+        Those whose URLs a request has `tried` are asked again once no others are left.
+        """
         ready = self.ready
         if not ready:
             return None

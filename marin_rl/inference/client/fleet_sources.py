@@ -39,7 +39,11 @@ class Endpoint:
 
 
 class EndpointSource:
-    """Endpoints behind configured entries, from any thread; `identity` is for `registered`."""
+    """The endpoints behind the entries of a configuration. `resolve` may be called from any thread.
+
+    `identity` is what registered servers must share, `version` the policy that the trainer has
+    them serve at least; both only for `registered`.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,10 @@ class EndpointSource:
     def of(
         cls, config: Config, tokenizer: str, chat_template: str, version: int
     ) -> "EndpointSource":
-        """The source of a run's endpoints for a version and digests of its tokenizer."""
+        """The source of a run's endpoints for a version of its policy.
+
+        `tokenizer` and `chat_template` are the digests of the run's.
+        """
         entries = config.inference.endpoints
         if REGISTERED not in entries:
             return cls(entries)
@@ -80,7 +87,10 @@ class EndpointSource:
         return " or ".join(ways) or "name endpoints in inference.endpoints"
 
     def resolve(self) -> list[Endpoint]:
-        """The endpoints of now, each URL by its first entry. ConfigError, StoreUnavailable."""
+        """The endpoints of now, by URL; an entry before counts for a URL that two name.
+
+        Raises ConfigError for a file that cannot be read, StoreUnavailable.
+        """
         named: dict[str, Endpoint] = {}
         for entry in self._entries:
             for endpoint in self._of_entry(entry):

@@ -41,7 +41,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointAccess:
-    """Single unchecked requests to an endpoint, outside of the bound. Raises as the client."""
+    """Requests to one endpoint, past the bound on requests in flight, each sent once.
+
+    Answers are not checked. Raises as the client does.
+    """
 
     member: Member
     http: HttpClient
@@ -72,7 +75,10 @@ class EndpointAccess:
 
 
 class Proof(ABC):
-    """Conditions on endpoints and answers. Raises StalePolicy, and as requests do."""
+    """Conditions on the endpoints of a client and on their answers.
+
+    Methods raise StalePolicy for other weights, and what requests to the endpoint raise.
+    """
 
     @abstractmethod
     async def admit(self, endpoint: EndpointAccess, *, first: bool) -> None:
@@ -88,7 +94,11 @@ class Proof(ABC):
 
 
 class FleetWatch:
-    """Keeps a `fleet` in step with `source`; without one it is the `proven` URLs for good."""
+    """Keeps the `fleet` of a client in step with the endpoints that `source` names.
+
+    `proven` are the URLs that the trainer has proven just now. Without a source the fleet is these,
+    for good, and nothing is looked at.
+    """
 
     def __init__(
         self,
@@ -166,7 +176,10 @@ class FleetWatch:
                     await self._changed.wait()
 
     def failed(self, member: Member, error: InferenceError) -> int:
-        """Count a fault: 1 for an attempt. Raises a StalePolicy of a plain list of endpoints."""
+        """Take note of a fault; 1 where it counts as one of the request's attempts.
+
+        Raises a StalePolicy of a plain list of endpoints, none of which is expected to change.
+        """
         if isinstance(error, StalePolicy):
             if self._source is None:
                 raise error

@@ -86,7 +86,11 @@ class HttpClient:
         gate: AbstractAsyncContextManager[Any] | None = None,
         timeout_s: float | None = None,
     ) -> bytes:
-        """Send a request once; the limit is on the whole answer. Raises as `chat`, NoSuchRoute."""
+        """Send a request once. The time limit is on the complete answer, not between bytes.
+
+        `gate` takes the place of the bound on requests in flight, `timeout_s` that of the client's.
+        Raises as `ChatClient.chat` does, and NoSuchRoute.
+        """
         import openai
 
         # Before the semaphore: a request that waits for its server holds no place of others.

@@ -122,11 +122,17 @@ class PolicyClient(ChatClient):
         }
 
     async def publish(self, weights: Publisher, url: str) -> None:
-        """Have an endpoint load weights. Raises InputError, StalePolicy, and as `chat`."""
+        """Have one endpoint load weights, with the admin key where there is one.
+
+        Raises InputError for an incomplete folder, StalePolicy, and as `chat` does.
+        """
         await self._retried(lambda: weights.publish(partial(self._send_as_admin, url)))
 
     async def post_as_admin(self, url: str, route: str, body: dict[str, Any]) -> bytes:
-        """POST with the admin key to a route of a host. Raises as `chat`, and NoSuchRoute."""
+        """Answer of one endpoint to a route below its host, asked with the admin key.
+
+        Raises as `chat` does, and NoSuchRoute.
+        """
         return await self._retried(lambda: self._send_as_admin(url, "POST", route, body))
 
     async def _send_as_admin(
@@ -194,7 +200,10 @@ def _pause_s(failures: int, endpoints: int) -> float:
 
 
 class TurnBatches:
-    """Turns that share requests of at most `limit`, where their sessions have one `place`."""
+    """Turns of one client that share requests, at most `limit` in each; `ask` sends one request.
+
+    `place` says where a session's cache is: turns of one request have it at one endpoint.
+    """
 
     def __init__(
         self, ask: Ask, limit: int, place: Callable[[str], str] = lambda _session: ""
@@ -204,7 +213,10 @@ class TurnBatches:
         self._senders: set[asyncio.Task[None]] = set()
 
     def takes(self, request: ChatRequest) -> bool:
-        """True for a sample of exact ids with a seed and no tools, if requests are shared."""
+        """True for one sample of exact ids with a seed, where requests are shared at all.
+
+        Tools stay with the chat route.
+        """
         single = request.n == 1 and request.prompt_ids is not None and not request.tools
         return self._limit > 1 and single and request.sampling.seed is not None
 

@@ -109,7 +109,10 @@ def _check_labels(model: str, labels: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyProof(Proof):
-    """Proof of one policy by id and `canary`; endpoints that join are sent the `weights`."""
+    """Proof of one policy: by its id, and by the `canary` where there is one.
+
+    Endpoints that join are sent the `weights` first, where those are sent.
+    """
 
     canary: Canary | None = None
     weights: Publisher | None = None
@@ -249,7 +252,10 @@ class VersionsProof(Proof):
             )
 
     async def _prove(self, endpoint: EndpointAccess, version: int) -> None:
-        """Prove a version at an endpoint once, by the canary. EndpointUnavailable, StalePolicy."""
+        """Have an endpoint sample the canary by a version, once.
+
+        Raises EndpointUnavailable where it has gone on to another, StalePolicy for other weights.
+        """
         if self._canary_of is None:
             return
         # One canary at a time: answers that wait here see that their version is proven.
@@ -293,7 +299,11 @@ class VersionsProof(Proof):
     async def _canary_in_time(
         self, endpoint: EndpointAccess, canary_of: CanaryOf, version: int
     ) -> Canary:
-        """The canary of a version, once the trainer has proven that."""
+        """The canary of a version, once the trainer has proven that.
+
+        Raises EndpointUnavailable where the endpoint goes on meanwhile, StalePolicy where the
+        trainer proves nothing for `inference.fleet_timeout_s`.
+        """
         options = endpoint.options
         deadline = time.monotonic() + options.timeout_s
         while (canary := await canary_of(version)) is None:

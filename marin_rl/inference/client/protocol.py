@@ -58,7 +58,10 @@ class ServedModel:
 
 
 def served_model_id(name: str, weight_version: int, digest: str) -> str:
-    """`policy@00012-1a2b3c4d`: two sets of parameters never share an id."""
+    """The id under which parameters are served: `policy@00012-1a2b3c4d`.
+
+    Two sets of parameters never share an id, so asking for the wrong ones is a 404, not a mystery.
+    """
     return f"{name}@{weight_version:05d}-{digest[:DIGEST_DIGITS]}"
 
 
@@ -83,7 +86,10 @@ def label_of(version: int, digest: str) -> str:
 
 
 def parse_label(label: str) -> ServedModel | None:
-    """Version and digest of a label, or of our servers' number; None for any other."""
+    """Version and digest in a label; without a digest in one of our own servers' numbers.
+
+    None for a label of another make, such as the one that vLLM begins with.
+    """
     if label.isdecimal() and label.isascii():
         return ServedModel(name="_", weight_version=int(label), digest="")
     model = parse_served_model_id(f"_@{label}")

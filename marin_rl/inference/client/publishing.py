@@ -27,7 +27,11 @@ Send = Callable[[str, str, dict[str, Any] | None], Awaitable[bytes]]  # method, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publisher:
-    """Weights in a folder for endpoints; `saved` is its digest where not the policy's."""
+    """Weights in a Hugging Face folder that endpoints can read, and the way to have them loaded.
+
+    `digest` identifies the policy; `saved` is that of the folder's parameters where it is another,
+    as where an adapter is merged into its base.
+    """
 
     kind: Literal["vllm_reload", "update_weights_from_disk"]
     folder: str
@@ -42,7 +46,11 @@ class Publisher:
         return label_of(self.version, self.digest)
 
     async def publish(self, send: Send) -> None:
-        """Have an endpoint serve complete weights. InputError, EndpointUnavailable, StalePolicy."""
+        """Have one endpoint serve the weights; `send` takes paths from its root.
+
+        Raises InputError for a folder that is not complete, before vLLM is sent anything;
+        EndpointUnavailable for a server that is lost, StalePolicy, and what `send` raises.
+        """
         if self.kind == "vllm_reload":
             check_complete(Path(self.folder))
             await self._reload(send)

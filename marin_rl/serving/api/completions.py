@@ -274,7 +274,10 @@ class Completions(TextDialect[CompletionBody]):
         sampled: Sample | Delta,
         offsets: Offsets,
     ) -> dict[str, Any]:
-        """Log-probabilities of a scored prompt and of sampled tokens, which have `offsets`."""
+        """Log-probabilities of sampled tokens, after those of the prompt where it is scored.
+
+        `offsets` are those of the sampled tokens.
+        """
         detokenizer, tokens, places = self._service.detokenizer, [], []
         if prompt_scores is not None and self._scored:
             ids, scores = self._prompts[prompt], prompt_scores

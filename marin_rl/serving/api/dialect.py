@@ -33,7 +33,11 @@ DONE = b"data: [DONE]\n\n"  # ends a stream of server-sent events
 
 
 class Dialect(ABC):
-    """Parsed request for `model`, and writer of its response on the writing thread. ApiError."""
+    """A parsed request for the engine, and the writer of its response.
+
+    Made of a body, on the tokenizing thread; raises ApiError. `model` is the name, or the id of the
+    weights, that was asked for. The writing thread calls the methods.
+    """
 
     path: ClassVar[str]
     request_model: ClassVar[type[Body]]
@@ -53,7 +57,10 @@ class Dialect(ABC):
         """The bytes that are sent when every prompt has its samples."""
 
     def delta(self, prompt: int, delta: Delta) -> bytes:
-        """Bytes of a stream for one chunk of a sample; empty while nothing can be shown."""
+        """The bytes of a stream for what a chunk added to a sample.
+
+        Empty if nothing shows yet, and where responses are always whole.
+        """
         return b""
 
     def failure(self, error: ApiError) -> bytes:
@@ -196,7 +203,11 @@ def plain_logprobs(
 def prompt_logprobs(
     detokenizer: Detokenizer, prompt: Int32[np.ndarray, " T"], result: GenerationResult, top: int
 ) -> list[dict[str, Any] | None]:
-    """As vLLM: null, then each token by id with the likeliest; `top + 1` is the rank beyond."""
+    """As vLLM has it: null, then each token by its id, first, with the likeliest after it.
+
+    The rank of a token that is none of the `top` likeliest is given as the next, for clients sort
+    by it.
+    """
     scores, name = result.prompt_scores, detokenizer.name
     assert scores is not None, "the engine was asked for them"
     columns = prompt, scores.logprobs, scores.top_ids, scores.top_logprobs

@@ -109,7 +109,10 @@ async def _send_stream(handler: "RequestHandler", first: bytes, send: Send) -> N
 
 
 class RequestHandler:
-    """A request in the engine and its response; `arrived_at` is the event loop's time."""
+    """Request in the engine, and its response. Made and closed on the event loop.
+
+    `arrived_at` is the loop's time, from which the deadlines count.
+    """
 
     def __init__(self, service: Service, scope: Scope, receive: Receive, arrived_at: float) -> None:
         self.queue = ResponseQueue()

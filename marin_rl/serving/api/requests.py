@@ -143,7 +143,10 @@ class SamplingFields(Body):
     def request(
         self, prompt: Int32[np.ndarray, " P"], max_tokens: int, *, number: int = 0, **more: Any
     ) -> GenerationRequest:
-        """The engine's request for prompt `number`; `more` are fields of some routes only."""
+        """The engine's request for prompt `number`; its seeds begin at `seed_of(number)`.
+
+        `more` are fields of the request that not all routes have.
+        """
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,

@@ -129,7 +129,11 @@ class Service:
         return self.base_id if model in self.adapters.names else self.name
 
     def target(self, model: str, param: str = "model") -> tuple[str, int]:
-        """A requested model (or `base:adapter`) and its adapter's number, 0: base. ApiError 404."""
+        """The model of a request and its adapter's number in the engine, 0 for the base.
+
+        `base:adapter` is SGLang's way to name an adapter. ApiError 404, with the known ids, for a
+        model that is not served.
+        """
         base, _, name = model.partition(":")
         if model in self.names:
             current = self.adapters.current
@@ -161,7 +165,11 @@ class Service:
         )
 
     def checked(self, body: F, model: str, *, param: str = "model") -> tuple[F, tuple[str, int]]:
-        """The body with special stop strings as ids, and its model. ApiError 404, 400, 503."""
+        """The body with its stop strings as ids where they are tokens, and the model it names.
+
+        ApiError 404 for a model that is not served, 400 for unknown ids and too many samples, 503
+        for a full queue.
+        """
         strings, asked = body.stop_strings, body.stop_token_ids or ()
         own = self.engine.stop_token_ids
         # Texts leave special tokens out, so a stop string that is one would never match.
@@ -226,7 +234,10 @@ class Service:
         opening: bool = True,
         options: dict[str, Any] | None = None,
     ) -> Prompt:
-        """Ids of a conversation by the chat template; `opening` adds the assistant's opening."""
+        """Ids of a conversation by the chat template; ApiError as `ChatPrompts.text` and `encode`.
+
+        `opening` ends the ids with the assistant's opening; `options` are the template's.
+        """
         rendered = [message.as_template_message() for message in messages]
         self._check_characters(sum(len(m["content"] or "") for m in rendered), "messages")
         # Without further special tokens: the template writes them.
@@ -257,7 +268,10 @@ class Service:
     def new_tokens(
         self, prompt: Prompt, max_tokens: int | None, *, param: str, default: int | None = None
     ) -> int:
-        """Limit of new tokens: the requested one, else `default` or the room left. ApiError 400."""
+        """Limit of new tokens of a prompt: the requested one, else `default` or the room left.
+
+        ApiError 400 for a prompt, or a number, beyond what the model or the configuration allows.
+        """
         length = len(prompt)
         check_limits(
             (param, "prompt tokens", length, self.limits.prompt_tokens_max),

@@ -32,7 +32,10 @@ CHAT_WORDS = (b"messages", b'"input"')
 
 
 class ResponseQueue:
-    """Pieces of one response, then its end or an error; other threads write by `ResponseWriter`."""
+    """Pieces of one response, then its end or an error, as the event loop awaits them.
+
+    Made and read on the loop; other threads use `ResponseWriter.put`.
+    """
 
     __slots__ = ("_changed", "_ended", "_error", "_pieces", "loop")
 
@@ -149,7 +152,10 @@ class ResponseWriter:
         self._thread.start()
 
     def put(self, queue: ResponseQueue, write: Write) -> None:
-        """Queue `write`, which makes the next bytes and marks the last; errors end the queue."""
+        """Queue `write`, which makes a response's next bytes and marks if they are the last.
+
+        Thread safe, and returns at once. What `write` raises becomes the queue's error.
+        """
         self._waiting.put((queue, write))
 
     def close(self) -> None:

@@ -43,7 +43,10 @@ LIMITS = JsonLimits(
 
 
 class ApiError(Exception):
-    """Refusal as clients see it; `too_long` are tokens of a prompt and of the context."""
+    """A refusal or fault, as the client will see it; `retry_s` goes into a Retry-After header.
+
+    `too_long` are the tokens of a prompt, at least, and the most that the model reads.
+    """
 
     def __init__(
         self,
@@ -137,7 +140,10 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @lru_cache
 def _fields(kind: type[Body]) -> frozenset[str]:
-    """Field names of a body, at any depth; error locations also name branches of unions."""
+    """Field names of a body, at any depth.
+
+    Error locations hold the names of a union's branches too; only these name fields.
+    """
     schema = kind.model_json_schema()
     models = [schema, *schema.get("$defs", {}).values()]
     return frozenset(name for model in models for name in model.get("properties", ()))

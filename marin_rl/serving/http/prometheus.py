@@ -112,7 +112,11 @@ _SPECS = {spec.name.removeprefix("marin_rl_"): spec for spec in METRICS}
 
 
 class Telemetry(Collector):
-    """Metrics of one server; requests count on the event loop, the rest from any thread."""
+    """Metrics of one server, in a separate registry; the engine is read at each scrape.
+
+    `base_id` returns the id of the loaded weights, and `connections` the number of open ones.
+    Requests are counted on the event loop, all else from any thread.
+    """
 
     def __init__(
         self, engine: Engine, *, base_id: Callable[[], str], connections: Callable[[], int]

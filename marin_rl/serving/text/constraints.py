@@ -51,7 +51,10 @@ _trials = Pool(WorkerSpec(module="marin_rl.isolated.grammars", limits=LIMITS), T
 
 
 class Walker:
-    """Tokens that a grammar allows next, stop tokens where the text may end. One thread."""
+    """State of a sample in a grammar: the tokens allowed next, and those accepted.
+
+    Stop tokens are allowed exactly where the text may end. Used by one thread.
+    """
 
     __slots__ = ("_matcher", "_words")
 
@@ -131,7 +134,10 @@ class Constraints:
         return lambda: Walker(matcher.deep_copy(), words)
 
     def _matcher(self, kind: str, text: str) -> LLMatcher:
-        """The compiled form or its refusal, made once for all that ask. Raises InputError."""
+        """Return the compiled form, from the cache or made now, once for all that ask for it.
+
+        A refusal is kept as well. Raises InputError.
+        """
         with self._lock:
             compiled = self._compiled.get((kind, text))
             mine = compiled is None
@@ -174,7 +180,10 @@ class Constraints:
 def take_in(
     tokenizer: PreTrainedTokenizerBase, vocabulary: int, stop_tokens: Sequence[int]
 ) -> LLTokenizer:
-    """The tokenizer in llguidance's form. Raises InputError where tokens do not stand for bytes."""
+    """The tokenizer as llguidance needs it: the bytes of every token.
+
+    Raises InputError for a tokenizer whose tokens do not stand for bytes.
+    """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InputError("this model's tokenizer cannot be constrained: expected a fast tokenizer")
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -257,7 +266,10 @@ def forced_calls_grammar(
     *,
     several: bool,
 ) -> str:
-    """Lark grammar (llguidance's dialect) of one call, or of `several`, and nothing else."""
+    """Return the Lark grammar (llguidance's dialect) of calls of these tools and nothing else.
+
+    `several` allows more than one call where the format has room for it.
+    """
     before, after = _literal(form.before, form, tokenizer), _literal(form.after, form, tokenizer)
     more = ' ("\\n" call)*' if several and form.closing else ""
     if form.kind in ("tagged", "pairs"):

@@ -64,7 +64,10 @@ class Detokenizer:
         return piece
 
     def ends_open(self, ids: Sequence[int]) -> int:
-        """Number of last tokens that are single bytes: the next byte may change their text."""
+        """Number of tokens at the end that are single bytes, whose text the next byte may change.
+
+        Tokens that have no text do not separate bytes.
+        """
         open_ids = 0
         for back, token in enumerate(reversed(ids if self._byte_ids else ()), 1):
             if token in self._byte_ids:

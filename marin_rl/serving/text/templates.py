@@ -26,7 +26,11 @@ from marin_rl.tool_calls import no_constant
 
 
 class ChatPrompts:
-    """Renderer of conversations by the tokenizer's template, read once. Thread safe."""
+    """Renderer of conversations by the tokenizer's own template.
+
+    The tokenizer is read once: transformers takes longer for that than a rendering does. May be
+    used by several threads.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._plain = ChatTemplate.of(tokenizer)
@@ -88,7 +92,10 @@ class ChatPrompts:
 
 
 def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for templates: content as one string, arguments as objects, no nulls."""
+    """Messages as templates expect them: content as one string, arguments of calls as objects.
+
+    What a message leaves out, or gives as null, is left out; only `content` is always there.
+    """
     cleaned_messages = []
     for index, message in enumerate(messages):
         cleaned = {key: value for key, value in message.items() if value is not None}
@@ -145,7 +152,11 @@ def reasoning_format(tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat | No
 
 
 class ReasoningStream:
-    """Splits an answer into reasoning, open already where `inside`, and text."""
+    """Incremental reader of an answer: the reasoning at its beginning, then the text.
+
+    `inside` says that the prompt has the opening marker already. What may be the beginning of a
+    marker, and blank space beside one, is held back.
+    """
 
     def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
         self._form, self._inside = form, inside

@@ -120,7 +120,10 @@ class ServedAdapters:
         return loaded
 
     def unload(self, name: str) -> None:
-        """Unload an adapter for new requests; running ones end on it. Raises AdapterGone."""
+        """Let no further request use an adapter; running requests end on it.
+
+        Raises AdapterGone for a name that no adapter has.
+        """
         with one_at_a_time(self._loading, LOADING):
             adapter = self._by_name.pop(name, None)
             if adapter is None:
@@ -170,7 +173,10 @@ def _row_of(version: int) -> int:
 
 
 def with_adapters_room(config: Config, rank: int, adapters: int = VERSIONS_ROOM) -> Config:
-    """The configuration with room for adapters of a rank where it names no room."""
+    """The configuration with room for adapters of a rank, where it does not say how much.
+
+    By default for the versions of one.
+    """
     engine = config.inference.engine
     room = {
         "adapters_max": engine.adapters_max or adapters,
@@ -191,7 +197,11 @@ class AdapterVersion:
 
 
 def version_of(run: Run, ref: SlotRef, promised: str | None = None) -> AdapterVersion:
-    """The verified adapter of a committed slot. Raises CorruptObject, StalePolicy."""
+    """The adapter in a committed slot, verified by its digest.
+
+    Raises CorruptObject for a checkpoint that is damaged or no adapter, StalePolicy where it is
+    another one than its manifest, or the caller, promises.
+    """
     from marin_rl.training.policy_source import read_trained
     from marin_rl.training.state import identity_of, template_of
 
@@ -235,7 +245,11 @@ def adapter_checkpoints(
     tokenizer: PreTrainedTokenizerBase,
     inference: InferenceConfig,
 ) -> Callable[[int, str | None], None]:
-    """Take the adapter of a round next to its base, once an engine has rehearsed it."""
+    """Take the adapter of a round as a version next to its base.
+
+    It is proven first, by an engine that no request reaches: it decodes with the adapter what the
+    merged model computes. Raises as `version_of`, `rehearse` and `serve_version` do.
+    """
     dtype = jnp.dtype(run.config.policy.compute_dtype)
     ids = canary_ids(tokenizer)  # now, for two threads must not use one tokenizer
 

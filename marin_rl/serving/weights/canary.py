@@ -62,7 +62,11 @@ Connect = Callable[..., PolicyClient]
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Mean difference in nats from the `trained` log-probabilities; NaN if one of them is."""
+    """Difference of an engine from the trainer, whose log-probabilities are `trained`.
+
+    `nats` is the mean difference of the log-probabilities, NaN if one is; `message` says where they
+    are farthest apart.
+    """
 
     nats: float
     trained: Float32[np.ndarray, " N"]
@@ -143,7 +147,11 @@ def prove(
 
 
 def prove_version(run: Run, policy: ServedPolicy, model: LanguageModel) -> ServedPolicy:
-    """Prove a run's endpoints; for a fleet the result has the canary. Raises as `prove`."""
+    """Prove that a run's endpoints sample with `model`, its policy as it is trained.
+
+    The result has the canary by which clients prove endpoints of a fleet that come later. Raises as
+    `prove` does.
+    """
     config, bridge, size = run.config, TemplateBridge(run.config.policy), CANARY
     fleet = config.inference.has_fleet
     if config.in_flight_updates:

@@ -124,7 +124,10 @@ def without_paths(text: str, place: str) -> str:
 
 
 def folder(path: str, promised: str | None = None, policy: str | None = None) -> Source:
-    """A Hugging Face folder, and the digests of parameters and `policy` that are promised."""
+    """A Hugging Face folder; `promised` is the parameters' digest that the caller expects.
+
+    `policy` identifies them where they are no policy's own parameters, but an adapter and its base.
+    """
 
     def read(served: Served) -> Loaded:
         loaded = read_folder(path, promised, served)
@@ -291,7 +294,10 @@ class Places:
 
 
 def _local(place: str) -> Path | None:
-    """The folder of a local place, links resolved; None for URLs and other users' homes."""
+    """The folder that a local place names, links resolved; None for URLs of object stores.
+
+    A place that begins with `~` names no folder: it would be another user's home.
+    """
     scheme, separator, remainder = place.partition("://")
     if separator and scheme not in _LOCAL_SCHEMES:
         return None

@@ -43,7 +43,10 @@ def exports_of(run: Run) -> Path:
 
 
 def export(folder: Path, save: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
-    """Have `save` write a folder unless complete, and keep one older; safe among processes."""
+    """Have `save` write a folder unless it is complete; all but the newest older one are removed.
+
+    Folders next to it sort by age. Safe where other processes export the same.
+    """
     if not is_complete(folder):
         # hidden until it is complete, and of this process alone
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -147,7 +150,11 @@ def check_hub_name(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str) -> None:
-    """Upload a folder as a model repository, made unless it exists. StoreUnavailable."""
+    """Upload a folder as the model repository `name`, which is created unless it exists.
+
+    The address and the token are those of the library: HF_ENDPOINT, HF_TOKEN, `hf auth login`.
+    Raises StoreUnavailable where that fails; the folder stays as it is.
+    """
     from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError

@@ -121,7 +121,10 @@ class CheckpointWatcher:
                 _log.exception("looking at %s failed", url)
 
     def look(self) -> None:
-        """Take the requested checkpoint, else the newest. Raises errors that may pass."""
+        """Take the checkpoint that is asked for, else the newest one that is newer than the last.
+
+        Raises what the store raises where that may pass; nothing is refused for it.
+        """
         target = self._target()
         if target is not None:
             if self._answer is not None:
@@ -207,7 +210,11 @@ class Announcement:
 
 
 class Registration:
-    """Heartbeats of one server from a thread; `config` is compared by trainers."""
+    """Heartbeats of one server of `run`, written from a thread between `start` and `stop`.
+
+    `config` is what trainers compare with their own, its tokenizer too. With `adapters` it serves
+    the versions of the run's adapter next to their base.
+    """
 
     def __init__(
         self,

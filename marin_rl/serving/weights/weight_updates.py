@@ -79,7 +79,10 @@ class Update:
 
 
 class WeightUpdater:
-    """Changes weights of one engine, and counts updates. Thread safe. Raises InputError."""
+    """Changes the weights of one engine, and counts applied and refused updates since the start.
+
+    Safe from any thread. Raises InputError for a first model that could not be updated.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,10 @@ class WeightUpdater:
         *,
         recompute_kv_cache: bool = False,
     ) -> None:
-        """Switch to arrays of this process, without a copy. Raises as `Engine.swap` does."""
+        """Switch to arrays that this process has already: no copy, and no wait for an update.
+
+        Raises, and keeps the old weights, as `Engine.swap` does.
+        """
         # Without the update lock: a trainer that swaps must not wait for a slow read from disk.
         new = model, weight_version, parameters_digest, 0
         self._switch("memory", str, lambda: new, recompute_kv_cache=recompute_kv_cache)

@@ -189,7 +189,10 @@ _memory_lock = threading.RLock()
 
 
 def open_store(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
-    """The store at a local path or a URL, untouched; `options` go to fsspec. Raises ConfigError."""
+    """The store at a local path or a file://, memory://, gs:// or s3:// URL. Touches nothing yet.
+
+    `options` go to fsspec. Raises ConfigError for other schemes.
+    """
     scheme, separator, path = url.partition("://")
     if not separator:
         scheme, path = "file", url
@@ -236,7 +239,11 @@ BACKENDS: dict[str, Callable[[str, Mapping[str, Any] | None], ObjectStore]] = {
 
 
 def probe(store: ObjectStore) -> None:
-    """Prove by two creates of one key that the root creates exclusively. Raises RootUnfit."""
+    """Prove that the root can be written and creates objects at most once.
+
+    Creates one random key twice with different bytes, reads it, and removes it; begins again with
+    another key after an answer that was lost or a 5xx. Raises RootUnfit, StoreUnavailable.
+    """
     for pause_s in PROBE_PAUSES_S:
         with suppress(StoreUnavailable):
             _probe_once(store)

@@ -135,7 +135,10 @@ class LocalStore(ObjectStore):
 
 
 def check_way(path: Path, key: str) -> None:
-    """Raise CorruptObject where a folder of the store on the way to an object is a link."""
+    """Raise CorruptObject where a folder on the way to an object is a link.
+
+    `path` is the file of `key` in some store: folders above its first part are the user's own.
+    """
     with suppress(FileNotFoundError, NotADirectoryError), _way(path, key):
         pass
 
@@ -177,7 +180,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, folder: int | None = N
 
 
 def checked_file(path: Path, key: str) -> Path:
-    """The file of `key`, for a library to open. Raises CorruptObject for links and pipes."""
+    """Return the file of `key`, for a library that opens it by its name.
+
+    Raises CorruptObject unless it is a regular file that no link leads to; ObjectMissing.
+    """
     with explained(path):
         check_way(path, key)
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -302,7 +308,10 @@ _ADVICE = {
 
 
 def need_room(folder: Path, n_bytes: int) -> None:
-    """Raise the OSError of a full disk where `n_bytes` cannot fit; unknown sizes pass."""
+    """Raise the OSError of a full disk if `n_bytes` cannot fit below `folder`, before any of them.
+
+    A file system that does not tell its size passes.
+    """
     disk = os.statvfs(folder)
     if disk.f_blocks and disk.f_bavail * disk.f_frsize < n_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -310,7 +319,11 @@ def need_room(folder: Path, n_bytes: int) -> None:
 
 @contextmanager
 def explained(path: Path, n_bytes: int | None = None) -> Iterator[None]:
-    """Turn OSErrors about a file into our errors; `n_bytes` was to be written, None: read."""
+    """Turn OSErrors about a local file into our errors.
+
+    `n_bytes` is what was to be written, None when reading. Raises ObjectMissing, StoreUnavailable
+    (network file systems) or StorageError.
+    """
     try:
         yield
     except OSError as error:

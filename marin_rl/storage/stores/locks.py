@@ -82,7 +82,11 @@ def refuse_locked(path: Path) -> None:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file. Raises RunLocked, and CorruptObject for any but a regular file."""
+    """Hold the lock file while the block runs.
+
+    Raises RunLocked, with the process that holds it; CorruptObject for any but a regular file: it
+    would be emptied.
+    """
     with explained(path, 0):
         # Not truncated: until the lock is ours the text is that of the process which holds it.
         descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)

@@ -21,7 +21,10 @@ Keys = list[str]  # an alias, because `list` names a method below
 
 
 class PutOutcome(Enum):
-    """Outcome of a create. EXISTS may be our own, whose reply was lost: read back and compare."""
+    """Outcome of a create: created, already there, or unknown.
+
+    EXISTS may still be our own write whose reply was lost: read back and compare.
+    """
 
     CREATED = "created"
     EXISTS = "exists"
@@ -50,7 +53,10 @@ class ObjectStore(ABC):
         """Write `key`, whose name no other attempt uses, durably. Raises as `read` does."""
 
     def replace(self, key: str, data: bytes) -> None:
-        """Replace a private object that commits nothing; a reader sees the old bytes or the new."""
+        """Write a private object that commits nothing, in the place of the last one.
+
+        A reader sees the old bytes or the new ones. Raises as `read` does.
+        """
         # One request, which is atomic in buckets and in memory.
         assert is_private(key), f"{key} is visible, and what is visible never changes"
         self.put_part(key, data)
@@ -174,7 +180,11 @@ KINDS = (*PLAYED, *BEFORE, "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """A run whose slots up to a checkpoint a fork reads as its own; `sha256` is its run.json's."""
+    """A run whose slots a fork reads as its own, up to the checkpoint of `through_round`.
+
+    `sha256` is that of its run.json. In a chain of forks, each ancestor has
+    the rounds after the one before it.
+    """
 
     run_id: str
     through_round: int

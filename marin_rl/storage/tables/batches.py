@@ -31,7 +31,10 @@ DISTILLED = "distilled"  # of a manifest's extra: its batches have a teacher's l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of an optimizer step: arrays (B, T) by column, and two lists of strings per row."""
+    """The rows of one optimizer step: `arrays` by column, each (B, T); names per row and segment.
+
+    `rollout_ids` and `environments` are Arrow lists of strings, one per row.
+    """
 
     arrays: Mapping[str, np.ndarray]
     rollout_ids: pa.ListArray

@@ -87,7 +87,11 @@ class GroupQueue:
         policy: ServedPolicy,
         group_at: Callable[[str], RolloutGroup],
     ) -> bool:
-        """Commit the group that `group_at` makes; False where its `digest` is committed already."""
+        """Commit the group that `group_at` makes for an id, at the next number that is free.
+
+        False where an earlier request had committed it, by `digest`. `policy` sampled it. Raises
+        CommitUnknown, StorageError, and what `group_at` raises.
+        """
         while True:
             # A client that got no reply sends again: that must not become a second group.
             if (environment, digest) in self._recent:

@@ -36,7 +36,10 @@ KEPT_MAX = 2  # intakes in memory: a round's own, and that of the round before
 
 
 class Entry(NamedTuple):
-    """A group that a round takes, or drops for a reason; `version` is its oldest policy."""
+    """A group that a round takes, or drops for a reason; `version` is its oldest policy.
+
+    `sha256` is the digest of its object, `pack` the object's name where it has several groups.
+    """
 
     number: int
     sha256: str
@@ -74,7 +77,10 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Groups that a round takes or drops, in order; what is settled; groups left waiting."""
+    """A round's intake: groups in order, those that are dropped with a reason; and what is settled.
+
+    `waiting` is the number of finished groups that were seen and left for later rounds.
+    """
 
     round: int
     groups: tuple[Entry, ...]
@@ -135,7 +141,10 @@ def decide(
 
 
 def _first(fresh: Sequence[StreamedGroup], config: Config) -> Sequence[StreamedGroup] | None:
-    """The oldest groups that make up a round, as dynamic sampling counts; None where too few."""
+    """The oldest groups until the round has its number of them; None where there are too few.
+
+    With dynamic sampling only those whose rewards differ count, up to `dynamic_sampling` batches.
+    """
     wanted, most = config.rollouts.groups_per_round, len(fresh)
     if not config.samples_on:
         return fresh[:wanted] if len(fresh) >= wanted else None

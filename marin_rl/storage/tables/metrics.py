@@ -30,7 +30,10 @@ FLOAT = pa.float64()
 
 
 def write_round_metrics(run: Run, round: int, metrics: Mapping[str, float]) -> SlotRef:
-    """Commit a round's metrics; the first attempt's stay. Raises ValueError for undefined ones."""
+    """Commit a round's metrics, the first attempt's if there were several.
+
+    Raises ValueError naming metrics without a definition, CommitUnknown, StorageError.
+    """
     undefined = sorted(name for name in metrics if not is_defined(name))
     if undefined:
         raise ValueError(

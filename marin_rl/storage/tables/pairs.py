@@ -53,7 +53,10 @@ class PairFile:
     sha256: str
 
     def learned_as(self, *, labelled: bool) -> "PairFile":
-        """The rows as pairs, or as `labelled` answers, two a pair. Raises InputError."""
+        """The rows as pairs, or as `labelled` answers, of which a pair is two.
+
+        Raises InputError for labelled answers in place of pairs, and for answers of one label.
+        """
         if not labelled and self.pairs[0].label is not None:
             raise InputError(
                 f"{self.places[0]}: expected a pair, chosen and rejected, found an answer with a "
@@ -82,7 +85,10 @@ def _labelled_answers(pair: PreferencePair) -> Iterator[PreferencePair]:
 
 
 def read_pairs(path: str | Path, key: str = "reward_model.pairs") -> PairFile:
-    """Pairs of the file that `key` names. Raises InputError naming the row and the field."""
+    """Pairs of a JSONL or Parquet file, which the configuration names as `key`.
+
+    Raises InputError naming the row and the field.
+    """
     file = Path(path)
     try:
         data = file.read_bytes()

@@ -113,7 +113,10 @@ class PartWriter:
         self._writer.write(table)
 
     def close(self, empty: pa.Schema | None = None) -> tuple[Part, ...]:
-        """Write the last part, one without rows if there is only `empty`; all parts, durable."""
+        """Write the last part; return the parts in order, all durable.
+
+        Without any table there is none, or one without rows where the schema `empty` is given.
+        """
         if self._writer is None and not self._parts and empty is not None:
             self._writer = self._open_writer(empty)
         if self._writer is not None:
@@ -244,7 +247,10 @@ class TableReader:
 
 
 def commit_table(store: ObjectStore, key: str, data: bytes, ladder: Ladder) -> tuple[bytes, bool]:
-    """Commit a file by its own stamp; the bytes that are there then, and True if they are ours."""
+    """Commit a file by the attempt and fingerprint of its stamp; the bytes there, True if ours.
+
+    They are another attempt's where that one was first. Raises as `commit_object` does.
+    """
 
     def identify(file: bytes) -> tuple[str, str]:
         return TableReader(file, store.url_of(key), ladder).committed_as
@@ -258,7 +264,10 @@ def commit_table(store: ObjectStore, key: str, data: bytes, ladder: Ladder) -> t
 
 
 def open_part(store: ObjectStore, slot: str, part: Part, ladder: Ladder) -> TableReader:
-    """A reader of a part whose SHA-256 was checked; local files are mapped."""
+    """A reader over a part whose SHA-256 has been checked against its manifest.
+
+    Local files are mapped, not read into memory. Raises CorruptObject, NewerSchema, ObjectMissing.
+    """
     key = f"{slot}/{part.name}"
     source = store.url_of(key)
     data = load(store, key)
@@ -314,14 +323,21 @@ def in_order(
 
 
 def fetches_at_once(bytes_max: int) -> int:
-    """Number of parts of `bytes_max` bytes that take as much memory as PARTS_MAX full ones."""
+    """Number of parts of at most `bytes_max` bytes that are fetched from elsewhere at once.
+
+    They take as much memory as PARTS_MAX parts of full size.
+    """
     return min(max(PARTS_MAX * PART_BYTES_MAX // max(bytes_max, 1), PARTS_MAX), FETCHES_MAX)
 
 
 def iter_present(
     store: ObjectStore, keys: Iterable[str], at_once: int = FETCHES_MAX
 ) -> Iterator[pa.Buffer | None]:
-    """Objects as buffers, in order, None for missing ones; `at_once` remote ones are in memory."""
+    """Objects as buffers, in order, None for missing ones; remote ones concurrently.
+
+    Of a remote store no more than `at_once` objects are in memory. The caller has one more, unless
+    it lets go of it.
+    """
     return in_order(store, lambda key: load_or_none(store, key), keys, at_once)
 
 

@@ -143,7 +143,10 @@ def check_groups(groups: Sequence[RolloutGroup]) -> None:
 
 
 def rollout_table(groups: Sequence[RolloutGroup], constants: Mapping[str, Any]) -> pa.Table:
-    """A row per rollout; `constants` are equal in all rows. Raises InputError for unfit text."""
+    """Table with a row per rollout; `constants` are the columns with one value for all rows.
+
+    Raises InputError for what an environment gave and no file can hold.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     shared = [  # rendered once a group
         {

@@ -44,7 +44,10 @@ class RewardTable:
 def commit_rewards(
     run: Run, round: int, name: str, source: RewardSource, table: pa.Table
 ) -> RewardTable:
-    """Commit a table under the first free version of `name`, or find it. Raises ConfigError."""
+    """Commit a table under the first version of `name` that is free, or is the same already.
+
+    Raises ConfigError for a name that is none, CommitUnknown, StorageError.
+    """
     _check_name(name)
     stamp = {"attempt": new_attempt(), "fingerprint": _fingerprint(source), **asdict(source)}
     writer = TableWriter(LADDER, REWARDS, stamp)
@@ -78,7 +81,10 @@ def committed_rewards(
 
 
 def read_rewards(run: Run, round: int, name: str) -> Mapping[str, float | None]:
-    """Rewards by rollout id, of a table's newest version or `NAME-v0002`."""
+    """The rewards of the newest version of a table, or of `NAME-v0002`, by rollout id.
+
+    Raises ObjectMissing naming the tables there are, CorruptObject, NewerSchema.
+    """
     there = _there(run, round)
     versions = [name] if name in there else _versions(run, round, name)
     if not versions:

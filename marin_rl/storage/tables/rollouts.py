@@ -57,7 +57,11 @@ def encode_shard(  # noqa: PLR0913 - all that a shard says of itself
     policy: ServedPolicy,
     stamp: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A shard's Parquet bytes, groups whole in a row group. Raises ValueError, InputError."""
+    """The Parquet bytes of a shard: one row per rollout, groups adjacent in one row group.
+
+    `stamp` is what else the footer says. Raises ValueError naming the rollout whose arrays
+    disagree, InputError where metadata is not JSON.
+    """
     check_groups(groups)
     constants = {
         "run_id": run_id,
@@ -102,7 +106,10 @@ def commit_groups(  # noqa: PLR0913 - what a shard says of itself, and its key
     stamp: Mapping[str, str] | None = None,
     replica: str = "",
 ) -> tuple[bytes, bool]:
-    """Create groups at a key; the bytes that are there then, and True if ours."""
+    """Create groups at a key; the bytes that are committed there, and True if they are these.
+
+    `replica` names the process. Raises CommitConflict, CommitUnknown, StorageError, InputError.
+    """
     data = encode_shard(
         groups,
         run_id=run.run_id,
@@ -237,7 +244,10 @@ def manifest_to_be(run: Run, round: int, shards: Sequence[SlotRef]) -> Manifest:
 
 
 def rollouts_manifest(run: Run, round: int, ref: SlotRef | None = None) -> Manifest:
-    """The manifest that seals a round. Raises CorruptObject when it is another than `ref`."""
+    """The manifest that seals a round, being `ref` where that is given.
+
+    Raises ObjectMissing while the round is not sealed, CorruptObject when it is not `ref`.
+    """
     hint = "the rollouts of this round are not sealed"
     manifest = commits.committed_manifest(run.store, rollouts_slot(round), hint)
     if ref is not None and (ref.slot, ref.sha256) != (manifest.slot, manifest.sha256):

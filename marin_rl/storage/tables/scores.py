@@ -47,7 +47,10 @@ class ScoredStep:
 
 
 class ScoresWriter:
-    """Streams a round's steps into score parts from a thread, which ends with the block."""
+    """Streams the steps of a round into the score parts of a slot, from one thread.
+
+    `parts` waits for what is still being written; leaving the block without it writes no more.
+    """
 
     def __init__(self, run: Run, round: int, attempt: str, eos_token_id: int | None) -> None:
         stamp = {"attempt": attempt, EOS_STAMP: str(eos_token_id)}
@@ -99,7 +102,10 @@ def scores_writer(schema: pa.Schema, stamp: Mapping[str, str]) -> TableWriter:
 
 
 def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
-    """A row per segment, in the order of rows and segments; in the lowest version that fits."""
+    """Scores of a step, a row per segment, in the order of rows and segments.
+
+    Of version 1 where the step has no critic and no optimal token baseline.
+    """
     schema = SCORES_V1 if scored.floats.get("values") is None else SCORES_V2
     if scored.floats.get("squared_score_norms") is not None:
         schema = SCORES
@@ -142,7 +148,10 @@ def score_table(round: int, step: int, scored: ScoredStep) -> pa.Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepScores:
-    """Scores of a step, flat: N tokens, S segments; an array (N) per column of `floats`."""
+    """The scores of one optimizer step, flat: N tokens, the S segments' counts and places.
+
+    `floats` has an array (N) per column, or None where it is null; `eos_token_id` is the trainer's.
+    """
 
     step: int
     rollout_ids: tuple[str, ...]

@@ -78,7 +78,10 @@ def numbers_of(config: Config, chunk: int) -> range:
 def stream_fingerprint(
     config: Config, environment_version: str, tokenizer: str, chat_template: str
 ) -> str:
-    """Digest of what decides the groups of a stream, whatever the policy that samples them."""
+    """Digest of what decides the groups of a stream, whatever the policy that samples them.
+
+    `tokenizer` and `chat_template` are digests. A worker with other settings has another one.
+    """
     # Nothing that decides only when a group is sampled: workers may differ in that.
     content = {
         "seed": config.seed,
@@ -114,7 +117,11 @@ class GroupStream:
     claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
 
     def look(self) -> None:
-        """List the stream, and read new groups and claims."""
+        """List the stream, and read what is new: finished groups, and claims.
+
+        Raises CommitConflict for groups of a worker with other settings, CorruptObject,
+        NewerSchema, StoreUnavailable.
+        """
         keys = self.run.store.list(layout.STREAM)
         listed = [key for key in keys if layout.numbers_in(key)]
         # Gc takes objects whose groups a round has sealed: those must not be taken again.

@@ -58,7 +58,11 @@ def commit_tombstone(
 
 
 def pruned_parts(store: ObjectStore, slot: str, sha256: str | None = None) -> frozenset[str]:
-    """Parts that a tombstone, of the manifest `sha256`, says are gone. Raises CorruptObject."""
+    """Names of the parts that a tombstone says are gone; none without a tombstone.
+
+    `sha256` is that of the slot's manifest. Raises CorruptObject, also for a tombstone of another
+    manifest; NewerSchema.
+    """
     key = f"{slot}/{PRUNED}"
     try:
         data = store.read(key)

@@ -46,7 +46,10 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """Result of an export; `left_out` counts committed objects that only a full export has."""
+    """Result of an export: the root hash, the number of objects, and their bytes.
+
+    `left_out` counts the committed objects that only an export of everything has.
+    """
 
     path: Path
     root_hash: str
@@ -57,7 +60,10 @@ class Archived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Result of checking an archive; `left_out` counts named parts that were not exported."""
+    """Result of checking an archive. `faults` is empty where everything matches its digests.
+
+    `left_out` counts parts that its manifests name and that were not exported.
+    """
 
     root_hash: str
     run_id: str

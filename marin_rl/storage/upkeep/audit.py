@@ -106,7 +106,10 @@ class RoundAudit:
 
 
 def audit_run(run: Run) -> Iterator[RoundAudit]:
-    """Audit every round that was processed, and count the uses of rollouts across them."""
+    """Audit every round that was processed, and count the uses of rollouts across them.
+
+    A round without batches is audited once later rounds, its checkpoint or metrics say it had some.
+    """
     seen: Seen = {}
     kinds = ("rollouts", "batches", "checkpoints", "metrics")
     sampled, batched, trained, closed = ({*rounds_in(run.store, kind)} for kind in kinds)
@@ -231,7 +234,10 @@ def _foreign(run: Run, manifest: Manifest, generated: pl.DataFrame) -> Offences:
 
 
 def _mislabelled(run: Run, generated: pl.DataFrame) -> Offences:
-    """Rollouts of one version whose digest is not that of the version's checkpoint."""
+    """Rollouts with the digest of other parameters than the checkpoint of their version has.
+
+    Those that several versions sampled are left out, as are versions without a checkpoint here.
+    """
     least, most = pl.col("policy_version_min"), pl.col("policy_version_max")
     wrong, sampled = list[str](), generated.filter(least == most)
     for version in sampled["policy_version_min"].unique(maintain_order=True):
@@ -322,7 +328,11 @@ def _contradictions(known: pl.DataFrame, dispositions: pl.DataFrame) -> Offences
 
 
 def _balances(generated: pl.DataFrame, dispositions: pl.DataFrame) -> tuple[Balance, ...]:
-    """Balances by environment and policy version, sorted, as dispositions say."""
+    """Balances by environment and policy version, sorted.
+
+    What became of a rollout is counted as its disposition says: where shards say otherwise,
+    `_contradictions` names the rollouts.
+    """
     key = ["environment", "policy_version_min"]
     # The first, where a name is generated twice: an offence of its own (`_identities`).
     lengths = generated.unique("rollout_id", keep="first").select(

@@ -85,7 +85,10 @@ def _before(parent: Run, round: int) -> set[int]:
 
 
 def reference_checkpoints(config: Config, round: int) -> frozenset[int]:
-    """Checkpoints that a round's reference policy, or the run as its own teacher, is read from."""
+    """Checkpoints of round `round`'s reference policy, and of its teacher where that is the run.
+
+    Of the former none where KL has no weight, or an average is used.
+    """
     objective, teacher = config.objective, config.distillation
     numbers = {0} if teacher is not None and teacher.is_self else set[int]()
     if objective.kl_coefficient != 0 and objective.reference != "average":

@@ -64,7 +64,10 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Result of fsck; `pruned` counts parts that retention removed, as their tombstones say."""
+    """Result of fsck: objects, bytes that were hashed, wall seconds, and the faults.
+
+    `pruned` counts parts that retention removed, as their tombstones say.
+    """
 
     objects: int
     bytes: int
@@ -78,7 +81,11 @@ class Checked:
 
 
 def check_run(root: str, run_id: str, *, workers: int | None = None) -> Checked:
-    """Check a run, and what it shares with ancestors, even where run.json is broken."""
+    """Check a run, what it shares with its ancestors included. Opens it even if run.json is broken.
+
+    Raises ObjectMissing when there is no such folder, ConfigError for what can be no run's name,
+    StoreUnavailable, StorageError.
+    """
     began = time.monotonic()
     check_run_id(run_id)
     top = open_store(root)
@@ -210,7 +217,10 @@ class _Checks:
         return data.size, _explained(place, look)
 
     def _table(self, item: Item) -> tuple[Ladder, Look] | None:
-        """Format of a table without a manifest, and a check that its rows are in their place."""
+        """Format of a table that no manifest names, and a check that its rows are in their place.
+
+        Only its own bytes can be checked.
+        """
         match item:
             case Item(role="shard" | "late shard" | "piece", slot=Slot(number=round), name=name):
                 shard = layout.shard_of(layout.shard_of_piece(name) or name)

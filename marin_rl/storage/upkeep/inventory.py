@@ -136,7 +136,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """Keys of a run, its slots by name, and what others prove to be `lost`, with the proof."""
+    """Keys of a run, fresh when it was taken; `slots` by name, ascending.
+
+    `lost` are slots, and metrics by their keys, that are not committed though others prove that
+    they were; each with the proof.
+    """
 
     keys: tuple[str, ...]
     slots: Sequence[Slot]
@@ -226,7 +230,10 @@ def _look_again(store: ObjectStore, place: str, keys: set[str], slots: dict[str,
 
 
 def _proofs(slots: Mapping[str, Slot], keys: Iterable[str]) -> dict[str, str]:
-    """Slots, and metrics by key, that must be committed, with their proofs."""
+    """Slots, and metrics by key, that must be committed, each with what proves it.
+
+    For evaluations, see `_evaluations`.
+    """
     proofs = dict[str, str]()
     for key in keys:
         if (slot := scored_slot(key)) is not None:

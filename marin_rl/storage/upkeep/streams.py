@@ -78,7 +78,10 @@ def lost_groups(store: ObjectStore, inventory: Inventory) -> Iterator[Fault]:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Partial groups and their sampled tokens; `begun_again`: members whose turns no longer fit."""
+    """Groups of a stream that are kept unfinished, and the tokens that were sampled of them.
+
+    `begun_again` counts members whose recorded turns did not fit what the environment answered.
+    """
 
     groups: int
     tokens: int
@@ -119,7 +122,11 @@ def _latest_intake(run: Run) -> Intake | None:
 
 
 def waiting_rollouts(run: Run) -> int:
-    """Finished rollouts without a disposition: of the stream, and of rounds without batches."""
+    """Rollouts that are finished and have no disposition yet.
+
+    They are groups of the stream that no sealed round has, and rounds that are sealed and have no
+    batches. Groups that cannot be read are left to `fsck`.
+    """
     settled, unsealed = Settled(), set[int]()
     if (intake := _latest_intake(run)) is not None:
         settled = intake.settled

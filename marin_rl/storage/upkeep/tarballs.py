@@ -54,7 +54,11 @@ class ArchiveEntry:
 
 @contextmanager
 def opened_archive(path: Path) -> Iterator[Iterator[ArchiveEntry]]:
-    """Entries of a tar file: regular files with plain names. Raises InputError for others."""
+    """The entries of a tar file. Raises InputError for other files, and for refused entries.
+
+    Refused are other than regular files, names that lead out of the folder or are there twice, and
+    sizes that the file does not have.
+    """
     try:
         place = path.resolve()  # the user's own link may lead to it
         with open(place, "rb", opener=lambda name, flags: open_regular(Path(name), flags)) as file:
