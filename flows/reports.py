@@ -44,7 +44,7 @@ from marin_rl.display.tables import COLUMNS, METRICS, formatted
 from marin_rl.errors import MarinRLError
 from marin_rl.pages.charts import learning_curve
 from marin_rl.progress import ProgressEvent, listening
-from marin_rl.rollouts.pinned import has_more_examples
+from marin_rl.rollouts.data_warnings import has_more_examples
 from marin_rl.storage.runs import Run, batches_slot, checkpoint_slot, metrics_key, rollouts_slot
 from marin_rl.storage.tables.rollouts import iter_shards
 

@@ -9,7 +9,7 @@ from marin_rl.config import parse_config
 from marin_rl.doctor.data import learned_pairs, learned_rows
 from marin_rl.doctor.policy import prompts, tools
 from marin_rl.errors import InputError
-from marin_rl.rollouts.pinned import data_warnings
+from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.storage.tables.pairs import read_pairs
 
 

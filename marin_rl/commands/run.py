@@ -214,7 +214,7 @@ def play(flow: str, config: Config, *, as_json: bool = False) -> Any:
     from marin_rl.doctor.system import tight
     from marin_rl.planning import plan
     from marin_rl.progress import listening
-    from marin_rl.rollouts.pinned import data_warnings, has_more_examples
+    from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples
 
     start = flow_named(flow)
     console = opt.err if as_json else opt.out
@@ -359,7 +359,7 @@ def checkpoints_kept(config: Config, plan: "Plan") -> str:
 def _print_data_warnings(config: Config) -> None:
     """Print what is unexpected in the prompts, where they can be read, and in reward and loss."""
     from marin_rl.doctor.data import own_reward
-    from marin_rl.rollouts.pinned import data_warnings
+    from marin_rl.rollouts.data_warnings import data_warnings
 
     try:
         for text in data_warnings(config):

@@ -26,8 +26,9 @@ from marin_rl.environments.checks import check_demonstrations, environment_of
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, ObjectMissing, RewardFault
 from marin_rl.processes import joined
+from marin_rl.rollouts.data_warnings import data_warnings
 from marin_rl.rollouts.evaluate import held_out_sets
-from marin_rl.rollouts.pinned import data_warnings, refuse_other_rows
+from marin_rl.rollouts.pinned import refuse_other_rows
 from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe

@@ -26,14 +26,9 @@ from marin_rl.models.families import described
 from marin_rl.plain_files import check_model_folder, read_hf_config, read_object, weight_files
 from marin_rl.planning import architecture_of
 from marin_rl.rollouts.bridge import TemplateBridge
+from marin_rl.rollouts.data_warnings import all_environments, training_environments
 from marin_rl.rollouts.evaluate import held_out_sets
-from marin_rl.rollouts.pinned import (
-    all_environments,
-    as_begun,
-    has_dialogues,
-    policy_as_begun,
-    training_environments,
-)
+from marin_rl.rollouts.pinned import as_begun, has_dialogues, policy_as_begun
 from marin_rl.rollouts.rewards import reward_model_slot_of
 from marin_rl.rollouts.teaching import KEY, EndpointTeacher, Prompts, check_recorded, check_steady
 from marin_rl.rollouts.tool_turns import ToolTurns

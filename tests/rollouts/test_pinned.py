@@ -12,13 +12,8 @@ from marin_rl.doctor.policy import prompts
 from marin_rl.environments.chat import Chat
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import ConfigError, InputError
-from marin_rl.rollouts.pinned import (
-    CHOICES,
-    as_begun,
-    data_warnings,
-    has_more_examples,
-    rows_left_out,
-)
+from marin_rl.rollouts.data_warnings import data_warnings, has_more_examples, rows_left_out
+from marin_rl.rollouts.pinned import CHOICES, as_begun
 from marin_rl.storage.runs import Run, refuse_other_content
 
 LONG = (
