@@ -25,7 +25,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 from contextvars import ContextVar
@@ -41,21 +41,43 @@ from prefect.events.worker import EventsWorker
 from prefect.exceptions import PrefectHTTPStatusError, TerminationSignal
 from prefect.flows import Flow
 from prefect.logging import get_logger
-from prefect.logging.handlers import APILogWorker, set_api_log_sink
+from prefect.logging.handlers import set_api_log_sink
 from prefect.settings import get_current_settings, temporary_settings
 
 from marin_rl.progress import phase
 
 WATCH_EVERY_S, MISSES_MAX = 10.0, 3  # a server that is restarted is back sooner
-DRAIN_S = 10.0
-# Loggers that each report an API that does not answer.
-NOISY = (
+START_TIMEOUT_S = 300.0  # others may start first
+DRAIN_S, RECORD_S, STOP_TIMEOUT_S = 10.0, 10.0, 30.0
+POLL_S = 0.1
+LOG_SHOWN = 2000  # characters
+BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
+# Loggers of Prefect that each report an API that does not answer; runs report other things too.
+SENDERS = (
     "APILogWorker", "EventsWorker", "prefect._internal.concurrency", "prefect.events.clients",
     "prefect.events.worker",
 )  # fmt: skip
-RUNS = ("prefect.flow_runs", "prefect.task_runs")  # report other things too
+RUNS = ("prefect.flow_runs", "prefect.task_runs")
+# As in prefect.toml, for processes that are started in another folder.
+QUIET: dict[Any, Any] = {
+    "client.server_version_check_enabled": False,
+    "cloud.enable_orchestration_telemetry": False,
+    "logging.to_api.when_missing_flow": "ignore",  # of a flow that its API never heard of
+    "server.analytics_enabled": False,
+    "server.services.task_run_recorder.batch_size": BATCH,
+    "server.services.task_run_recorder.read_batch_size": BATCH,
+    "telemetry.enable_resource_metrics": False,
+}
+# Of a server for one flow: no UI and no schedules; task runs are kept, the events that they are
+# made of are not, which are most of a database.
+EPHEMERAL = {
+    "PREFECT__SERVER_EPHEMERAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_UI_ENABLED": "false",
+}
 
 _current: ContextVar["ApiConnection | None"] = ContextVar("prefect-api-connection", default=None)
+_log = get_logger("marin_rl")
 
 
 class ApiConnection:
@@ -69,7 +91,7 @@ class ApiConnection:
         self.url, self.temporary = url, server is not None
         self._lost, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        for name in NOISY + RUNS:
+        for name in SENDERS + RUNS:
             logging.getLogger(name).addFilter(self._is_news)
         threading.Thread(target=self._watch, args=(server,), daemon=True).start()
 
@@ -91,15 +113,13 @@ class ApiConnection:
     def close(self) -> None:
         """Leave the process as it was before; a temporary server gets the last reports first."""
         if self.temporary and not self.lost:
-            APILogWorker.drain_all(timeout=DRAIN_S)
-            EventsWorker.drain_all(timeout=DRAIN_S)
+            EventsWorker.drain_all(timeout=DRAIN_S)  # and the sender of logs
         self._closing.set()
         if self.temporary or self.lost:
             end_senders()  # before the filters go: a sender may log its failure only now
-        if self.lost:
-            set_api_log_sink(None)
-            EventsWorker.set_client_override(None)
-        for name in NOISY + RUNS:
+        set_api_log_sink(None)
+        EventsWorker.set_client_override(None)
+        for name in SENDERS + RUNS:
             logging.getLogger(name).removeFilter(self._is_news)
 
     def run(
@@ -114,51 +134,34 @@ class ApiConnection:
 
         @functools.wraps(flow.fn)
         async def recorded(*args: Any, **kwargs: Any) -> Any:
-            outcome.set_running_or_notify_cancel()
             try:
                 outcome.set_result(await flow.fn(*args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - raised by the next line
                 outcome.set_exception(error)
             return outcome.result()
 
+        async def call(function: Any) -> Any:
+            if stop is not None:
+                cancel_by(stop)
+            async with AsyncClientContext() as context:  # one client for all tasks
+                context.client._client.event_hooks = {"request": [self._refuse_when_lost]}
+                return await function(*arguments, **named)
+
         reported = flow.with_options()
         reported.fn = recorded
         token = _current.set(self)
         try:
             try:
-                return asyncio.run(self._call(reported, stop, arguments, named))
+                return asyncio.run(call(reported))
             except (httpx.TransportError, PrefectHTTPStatusError) as error:
                 if outcome.done() and error is outcome.exception():
                     raise
                 self.lose(f"the Prefect API at {self.url} is gone ({type(error).__name__})")
-            if outcome.done():
-                return outcome.result()
-            assert not outcome.running(), "a flow that was begun has returned or raised"
-            return asyncio.run(self._call(flow.fn, stop, arguments, named))
+            return outcome.result() if outcome.done() else asyncio.run(call(flow.fn))
         except asyncio.CancelledError:  # by `stop`, or by Ctrl-C after the API was lost
             raise KeyboardInterrupt from None
         finally:
             _current.reset(token)
-
-    async def _call(
-        self,
-        function: Callable[..., Any],
-        stop: Future[None] | None,
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> Any:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def cancel(_: Future[None]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the flow has ended by itself
-                loop.call_soon_threadsafe(task.cancel)
-
-        if stop is not None:
-            stop.add_done_callback(cancel)
-        async with AsyncClientContext() as context:  # one client for all tasks
-            context.client._client.event_hooks = {"request": [self._refuse_when_lost]}
-            return await function(*arguments, **named)
 
     async def _refuse_when_lost(self, _: httpx.Request) -> None:
         """Fail a request that would be retried for a minute; an error of this class is not."""
@@ -168,9 +171,9 @@ class ApiConnection:
     def _watch(self, server: Popen[bytes] | None) -> None:
         if server is not None:
             code = server.wait()
-            how = f"ended with {code}"
-            if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            )
             reason = f"the temporary Prefect server {how}"
         else:
             misses = 0
@@ -181,7 +184,7 @@ class ApiConnection:
             self.lose(reason)
 
     def _is_news(self, record: logging.LogRecord) -> bool:
-        if record.name in NOISY:
+        if record.name in SENDERS:
             return not (self.lost or self.temporary)
         error = record.exc_info[1] if record.exc_info else None
         return not (self.lost and isinstance(error, httpx.TransportError))
@@ -190,6 +193,18 @@ class ApiConnection:
 def current_connection() -> ApiConnection | None:
     """Return the connection that runs the flow; None where Prefect itself started it."""
     return _current.get()
+
+
+def cancel_by(stop: Future[None]) -> None:
+    """Cancel the asyncio task that calls this once `stop` has a result, set by any thread."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel(_: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the flow has ended by itself
+            loop.call_soon_threadsafe(task.cancel)
+
+    stop.add_done_callback(cancel)
 
 
 def healthy(url: str) -> bool:
@@ -220,37 +235,6 @@ def end_senders() -> None:
     asyncio.run_coroutine_threadsafe(end(), loop).result()
 
 
-START_TIMEOUT_S = 300.0  # others may start first
-RECORD_S = 10.0
-STOP_TIMEOUT_S = 30.0
-POLL_S = 0.1
-LOG_SHOWN = 2000  # characters
-BATCH = 200  # events that the server writes in one transaction; singly they cost 2.5 times the CPU
-
-_log = get_logger("marin_rl")
-
-# As in prefect.toml, for processes that are started in another folder.
-QUIET: dict[Any, Any] = {
-    "client.server_version_check_enabled": False,
-    "cloud.enable_orchestration_telemetry": False,
-    "logging.to_api.when_missing_flow": "ignore",  # of a flow that its API never heard of
-    "server.analytics_enabled": False,
-    "server.services.event_persister.batch_size": BATCH,
-    "server.services.event_persister.read_batch_size": BATCH,
-    "server.services.task_run_recorder.batch_size": BATCH,
-    "server.services.task_run_recorder.read_batch_size": BATCH,
-    "server.services.triggers.read_batch_size": BATCH,
-    "telemetry.enable_resource_metrics": False,
-}
-# Of a server for one flow: no UI and no schedules; task runs are kept, the events that they are
-# made of are not, which are most of a database.
-EPHEMERAL = {
-    "PREFECT__SERVER_EPHEMERAL": "1",
-    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
-    "PREFECT_UI_ENABLED": "false",
-}
-
-
 @contextmanager
 def prefect_api(warm: Sequence[str] = ()) -> Iterator[ApiConnection]:
     """Give flows inside the block an API, and yield the connection to it.
@@ -261,38 +245,35 @@ def prefect_api(warm: Sequence[str] = ()) -> Iterator[ApiConnection]:
     """
     with temporary_settings(set_defaults=QUIET), ExitStack() as stack:
         try:
-            url = get_current_settings().api.url
-            if url and healthy(url):
-                _import(warm)
-                yield stack.enter_context(closing(ApiConnection(url)))
-                return
-            reason = f"no Prefect API at {url}" if url else "no Prefect API configured"
-            later = "later, `prefect server start` shows the run"
-            _log.info("%s: using a temporary one (%s)", reason, later)
-            for name in ("prefect.engine", "prefect.flow_runs"):
-                logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not
-            connection = stack.enter_context(_local_server(warm))
-            stack.enter_context(temporary_settings(updates={"api.url": connection.url}))
-            yield connection
+            url, server = get_current_settings().api.url, None
+            log = stack.enter_context(tempfile.TemporaryFile())
+            if not url or not healthy(url):
+                reason = f"no Prefect API at {url}" if url else "no Prefect API configured"
+                later = "later, `prefect server start` shows the run"
+                _log.info("%s: using a temporary one (%s)", reason, later)
+                for name in ("prefect.engine", "prefect.flow_runs"):
+                    logging.getLogger(name).setLevel(logging.WARNING)  # links to a UI that is not
+                url, server = stack.enter_context(_local_server(log))
+            with phase("importing JAX"):
+                for module in warm:
+                    importlib.import_module(module)
+            if server is not None:
+                with phase("starting a Prefect server"):
+                    _wait_until_healthy(server, url, log)
+                stack.enter_context(temporary_settings(updates={"api.url": url}))
+            yield stack.enter_context(closing(ApiConnection(url, server)))
         except TerminationSignal:
             raise KeyboardInterrupt from None
 
 
-@phase("importing JAX")
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
-
-
 @contextmanager
-def _local_server(warm: Sequence[str]) -> Iterator[ApiConnection]:
+def _local_server(log: IO[bytes]) -> Iterator[tuple[str, Popen[bytes]]]:
+    """Start a server, which ends with the block; yield its URL, where it does not answer yet."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    spare = tempfile.TemporaryDirectory(prefix="marin-rl-prefect-")
-    with tempfile.TemporaryFile() as log, spare as home:
-        process = subprocess.Popen(
+    with tempfile.TemporaryDirectory(prefix="marin-rl-prefect-") as spare:
+        process = Popen(
             [sys.executable, "-P", __file__, str(port)],  # -P keeps this folder off its path
-            env=_environment(home),
+            env=_environment(spare),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -300,14 +281,9 @@ def _local_server(warm: Sequence[str]) -> Iterator[ApiConnection]:
         )
         assert process.stdin is not None
         try:
-            _import(warm)
-            with phase("starting a Prefect server"):
-                _wait_until_healthy(process, url, log)
-            with closing(ApiConnection(url, process)) as connection:
-                yield connection
+            yield f"http://127.0.0.1:{port}/api", process
         finally:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+            process.stdin.close()
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -332,13 +308,11 @@ def _environment(spare: str) -> dict[str, str]:
     return environment
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
-    """Wait for the server's first answer, or until it is killed, which its connection reports."""
+def _wait_until_healthy(process: Popen[bytes], url: str, log: IO[bytes]) -> None:
+    """Wait for the server's first answer. Raises RuntimeError with its log where none comes."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not healthy(url):
         code = process.poll()
-        if code is not None and code < 0:
-            return
         if code is not None or time.monotonic() > deadline:
             log.seek(0)
             shown = log.read().decode(errors="replace")[-LOG_SHOWN:]
