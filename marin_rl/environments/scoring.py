@@ -172,7 +172,8 @@ class Scorer:
         self._pool: EnvironmentPool | None = None
         if environment.workers:
             self._pool = EnvironmentPool("score", environment, config, config.reward_timeout_s)
-            self._pool.start(environment.workers)
+            if not environment.has_episodes:  # whose steps have rewards: they may need no worker
+                self._pool.start(environment.workers)
             self._threads = ThreadPoolExecutor(environment.workers, thread_name_prefix="scoring")
 
     async def score(
