@@ -139,20 +139,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if re.search(marked, collection_path.read_text("utf-8")) else True
 
 
-# Rooms whose tests share much, from the one that takes longest on: compiled programs, what JAX has
-# traced, servers of buckets. `make test` gives a room to one process. The Prefect server of flows
-# lives as long as its process, so they are the last.
-ROOMS = (
+# What `make test` gives to a process at a time, in this order: rooms whose tests share much
+# (compiled programs, what JAX has traced, servers of buckets), from the one that takes longest on,
+# and every file outside of them. Files whose tests wait for processes of theirs begin among the
+# first rooms, while others compute. The Prefect server of flows lives as long as its process, so
+# they are the last room; short files after it fill both cores to the end.
+UNITS = (
     "training",
+    "integrations/test_agent.py",
     "inference",
     "serving",
+    "integrations/test_agent_sessions.py",
     "attacks",
-    "storage",
     "rollouts",
     "environments",
+    "storage",
+    "models",
     "analysis",
-    "batching",
     "flows",
+    "batching",
 )
 # The files with the slow tests that take longest, from about the longest on: they begin first, so
 # that `make test-slow`, where a process takes a file at a time, does not end with one at work.
@@ -198,11 +203,17 @@ def room_of(path: Path | str) -> str:
     return Path(path).resolve().relative_to(TOP).parts[0]
 
 
-class ByRoom(LoadFileScheduling):
-    """A room of tests at a time to each process, and a file where no folder is its room."""
+def unit_of(path: Path) -> str:
+    """Return the part of `make test` that a test file is in: its room, or the file itself."""
+    room = room_of(path)
+    return room if room in UNITS else str(path.resolve().relative_to(TOP))
+
+
+class ByUnit(LoadFileScheduling):
+    """A unit of tests at a time to each process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return room_of(self.config.rootpath / nodeid.partition("::")[0])
+        return unit_of(self.config.rootpath / nodeid.partition("::")[0])
 
 
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
@@ -216,9 +227,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Give rooms to processes; slow tests, of which one may take minutes, by file."""
+    """Give units to processes; slow tests, of which one may take minutes, by file."""
     by_file = config.option.dist != "loadfile" or is_of_slow(config)
-    return None if by_file else ByRoom(config, log)
+    return None if by_file else ByUnit(config, log)
 
 
 def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -250,24 +261,24 @@ def keep_one_part(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Longest rooms first, and of slow tests the longest files; in a room, tests that are compiled
-    quickly before others.
+    """Units in their order, and of slow tests the longest files first; in a unit, tests that are
+    compiled quickly before others.
 
     A test that is not, after one that is, drops all programs of its process, which then traces and
-    reads them again: tests of one kind come together, so that this happens once in a room.
+    reads them again: tests of one kind come together, so that this happens once in a unit.
     """
     longest = LONGEST if is_of_slow(config) else ()
     files = {TOP / name: number for number, name in enumerate(longest)}
-    rooms = {name: number for number, name in enumerate(ROOMS)}
-    room = {item.path: room_of(item.path) for item in items}
-    order = {name: number for number, name in enumerate(dict.fromkeys([*room.values(), *room]))}
-    others = {room[item.path] for item in items if not is_quick(item)}
+    units = {name: number for number, name in enumerate(UNITS)}
+    unit = {item.path: unit_of(item.path) for item in items}
+    order = {name: number for number, name in enumerate(dict.fromkeys([*unit.values(), *unit]))}
+    others = {unit[item.path] for item in items if not is_quick(item)}
     items.sort(
         key=lambda item: (
             files.get(item.path, len(files)),
-            rooms.get(room[item.path], len(rooms)),
-            room[item.path] in others,
-            order[room[item.path]],
+            units.get(unit[item.path], len(units)),
+            unit[item.path] in others,
+            order[unit[item.path]],
             not is_quick(item),
             order[item.path],
         )

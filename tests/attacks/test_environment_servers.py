@@ -99,7 +99,7 @@ def endless(piece: bytes, pause_s: float, head: bytes = b"HTTP/1.1 200 OK\r\n\r\
     return answer
 
 
-BOMB = gzip.compress(bytes(200 * BYTES_MAX))
+BOMB = gzip.compress(bytes(60 * BYTES_MAX))
 REDIRECT = plain(b"", "302 Found", "Location: /secret")
 HOSTILE: dict[str, tuple[Write, str]] = {
     "drip": (endless(b" ", 0.05), "no whole answer in 0.5 s"),

@@ -212,7 +212,7 @@ async def next_flow_run(client: PrefectClient, *earlier: FlowRun) -> FlowRun:
         for each in found:
             if each.flow_run.id not in {run.id for run in earlier}:
                 return each.flow_run
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.25)
 
 
 async def worker_that_dies_once(taken: list[FlowRun], *states: State) -> None:

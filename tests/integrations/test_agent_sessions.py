@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from integrations.test_agent import configured, count, printed, roles
+from support.forked_python import python
 from support.scripted_policies import play, record
 
 from marin_rl.config import Config
@@ -40,7 +41,7 @@ def offered(place: Path, **options: Any) -> Config:
 def door(config: Config, variables: dict[str, str] | None = None) -> Iterator[str]:
     """A process of `marin-rl sessions`; its address. Killed at the end: it keeps nothing."""
     Run.create_or_open(config)
-    command = [sys.executable, "-m", "marin_rl", "sessions", config.run_id, "--port", "0"]
+    command = [python(), "-m", "marin_rl", "sessions", config.run_id, "--port", "0"]
     process = subprocess.Popen(
         [*command, "--json", "--root", str(config.root)],
         stdout=subprocess.PIPE,
@@ -195,12 +196,12 @@ def test_a_harness_that_fails_or_never_comes_costs_its_rollout(tmp_path: Path) -
         ask(session, QUESTION)
         end(session, error="the machine was lost")
 
-    config = offered(tmp_path, take_timeout_s=12.0, settings={"step_timeout_s": 3.0})
+    config = offered(tmp_path, take_timeout_s=6.0, settings={"step_timeout_s": 3.0})
     with door(config) as url:
         rollouts = played(config, url, [fails])
     errors = sorted(str(rollout.error) for rollout in rollouts)
     assert errors[0] == "RewardFault: its harness reports: the machine was lost"
-    assert "no agent took the session for 12 s" in errors[1]
+    assert "no agent took the session for 6 s" in errors[1]
 
 
 @pytest.mark.slow
