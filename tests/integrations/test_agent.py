@@ -2,16 +2,14 @@
 
 import itertools
 import json
-import os
 import re
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from attacks.test_sandbox import PRELUDE, REFUSED
+from support.cases import others_slow
 from support.run_factories import audit_round
 from support.sandboxes import reason_to_skip
 from support.scripted_policies import play, record, tool_run, write_tokenizer
@@ -158,29 +156,6 @@ print("x" * (len(messages) + int(messages[1]["content"][-1])))
     check_batch(run, group.rollouts)
 
 
-def test_a_rewritten_history_begins_a_segment_and_each_token_is_trained_once(
-    tmp_path: Path,
-) -> None:
-    program = """
-answer = ask(first)
-ask([{"role": "system", "content": "name the task"}, *first])  # a second agent
-other = {"role": "assistant", "content": "not what it said"}
-ask([*first, other, {"role": "user", "content": "so"}])
-print("done")
-"""
-    rollout, _ = rollouts_of(configured(tmp_path, program), count)
-    assert rollout.segment_lengths is not None
-    assert len(rollout.segment_lengths) == 3
-    assert roles(rollout) == [
-        "user", "assistant", "system", "user", "assistant", "user", "assistant", "user",
-        "assistant",
-    ]  # fmt: skip
-    masks = segments(rollout, rollout.loss_mask)
-    # one run of sampled tokens ends each segment
-    assert all(mask == sorted(mask) and sum(mask) for mask in masks)
-    assert rollout.n_completion_tokens == sum(map(sum, masks))
-
-
 @pytest.mark.parametrize(
     ("train", "trained"),
     [("all", {2, 4, 7, 9, 13}), ("main", {2, 4, 9}), ("rewards.py:of_second_agents", {7})],
@@ -293,24 +268,17 @@ for path, body, code in (
     assert (status, error["type"]) == (400, "invalid_request_error"), text
     assert error["message"].startswith("prompt is too long: "), text
     assert error.get("code") in (code, None), text
-if AGAIN:
-    messages = [*first, answer, {"role": "user", "content": "so"}]
-    print(ask(messages)["content"])
-else:
-    print("ended")
+messages = [*first, answer, {"role": "user", "content": "so"}]
+print(ask(messages)["content"])
 """
 
 
-@pytest.mark.parametrize(("again", "turns"), [("again", 2), ("", 1)])
-def test_a_program_hears_of_a_prompt_beyond_the_context_and_asks_for_less_or_ends(
-    tmp_path: Path, again: str, turns: int
-) -> None:
-    config = configured(tmp_path, f"AGAIN = {again!r}" + COMPACTING)
-    run, (group,) = record(config, count)
+def test_a_program_hears_of_a_prompt_beyond_the_context_and_asks_for_less(tmp_path: Path) -> None:
+    run, (group,) = record(configured(tmp_path, COMPACTING), count)
     for rollout in group.rollouts:
         assert (rollout.status, rollout.finish_reason) == ("complete", "stop"), rollout.error
-        assert rollout.reward == len("turn 3 of 0" if again else "ended")
-        assert sum(turn.role == "assistant" for turn in rollout.turns) == turns
+        assert rollout.reward == len("turn 3 of 0")
+        assert sum(turn.role == "assistant" for turn in rollout.turns) == 2
         assert rollout.segment_lengths is None
         assert rollout.n_completion_tokens == rollout.loss_mask.sum()
     assert replay_rollouts(run, 0).equal
@@ -558,7 +526,7 @@ def test_a_program_that_cannot_be_started_is_refused(
         play(config, count)
 
 
-@pytest.mark.parametrize("check", ["/bin/sh", "sh", "./run", "/work/run"])
+@pytest.mark.parametrize("check", others_slow(["/bin/sh", "sh", "./run", "/work/run"], "./run"))
 def test_a_check_may_be_a_program_of_the_system_or_of_the_folder(
     tmp_path: Path, check: str
 ) -> None:
@@ -570,21 +538,11 @@ def test_a_check_may_be_a_program_of_the_system_or_of_the_folder(
     assert [rollout.reward for rollout in rollouts_of(config, count)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("program", "options", "status"),
-    [
-        ("x = bytes(1 << 30)", {"memory_bytes_max": 1 << 28}, 1),
-        ("while True: os.fork()", {"processes_max": 16}, 1),
-        ("os.kill(os.getpid(), 9)", {}, 137),
-    ],
-)
-def test_an_agent_that_fails_is_scored_by_what_it_printed(
-    tmp_path: Path, program: str, options: dict[str, Any], status: int
-) -> None:
-    said = "ask(first)\nprint('said', flush=True)\n"
-    for rollout in rollouts_of(configured(tmp_path, said + program, **options), count):
+def test_an_agent_that_is_killed_is_scored_by_what_it_printed(tmp_path: Path) -> None:
+    program = "ask(first)\nprint('said', flush=True)\nos.kill(os.getpid(), 9)"
+    for rollout in rollouts_of(configured(tmp_path, program), count):
         assert (rollout.status, rollout.reward) == ("complete", 4.0), rollout.error
-        assert rollout.finish_reason == f"exit {status}"
+        assert rollout.finish_reason == "exit 137"
 
 
 def test_messages_that_the_template_refuses_cost_their_rollout_alone(tmp_path: Path) -> None:
@@ -680,64 +638,12 @@ print("done")
         assert len([turn for turn in rollout.turns if turn.role == "assistant"]) < 60
 
 
-ESCAPING = """
-ask(first)
-results = {}
-SECRET, PORT, PID = VALUES
-os.symlink(SECRET, "link")
-for place in (SECRET, "link", "/etc/passwd", "/etc/shadow"):
-    results["read " + place] = attempt(open, place)
-for place in ("/usr/new", "/new", "/dev/new", "/proc/sys/kernel/core_pattern"):
-    results["write " + place] = attempt(open, place, "w")
-results["signal"] = attempt(os.kill, PID, 0)
-results["host"] = attempt(socket.create_connection, ("127.0.0.1", PORT), 5)
-results["network"] = attempt(socket.create_connection, ("192.0.2.1", 80), 5)
-results["vsock"] = attempt(socket.socket, 40, socket.SOCK_STREAM)
-results["packets"] = attempt(socket.socket, socket.AF_PACKET, socket.SOCK_RAW)
-status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-results["rights"] = f"{os.getuid() > 0} {status['NoNewPrivs'].strip()} {int(status['CapBnd'], 16)}"
-variables = b""
-for process in filter(str.isdigit, os.listdir("/proc")):
-    with contextlib.suppress(OSError):
-        variables += open(f"/proc/{process}/environ", "rb").read()
-results["variables"] = str(b"secret" in variables)
-print(json.dumps(results))
-"""
-
-
-def test_the_escapes_of_the_attack_suite_fail_from_inside_an_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "secret")
-    (tmp_path / "secret").write_text("secret")
-    calls = "".join(f"results[{name!r}] = error({call})\n" for name, call in REFUSED.items())
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        values = str(tmp_path / "secret"), server.getsockname()[1], os.getpid()
-        program = PRELUDE + f"import contextlib\nVALUES = {values!r}" + ESCAPING
-        program = program.replace("print(json", calls + "print(json")
-        rollouts = rollouts_of(configured(tmp_path, program), count)
-        server.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            server.accept()
-    for rollout in rollouts:
-        assert rollout.finish_reason == "stop", rollout.turns[-1].content
-        found = json.loads(printed(rollout)["stdout"].content.removeprefix("[stdout]"))
-        assert {found.pop(name) for name in REFUSED} <= {"EPERM", "EINVAL"}
-        wanted = {"signal": "ESRCH", "host": "ECONNREFUSED", "network": "ENETUNREACH",
-                  "vsock": "EAFNOSUPPORT", "packets": "EAFNOSUPPORT", "rights": "True 1 0",
-                  "variables": "False"}  # fmt: skip
-        for name, result in found.items():
-            assert result == wanted.get(name, result)
-            assert name in wanted or result in ("ENOENT", "EACCES", "EROFS"), (name, result)
-        assert wanted.keys() <= found.keys()
-
-
 def test_a_slow_agent_stalls_no_other(tmp_path: Path) -> None:
     program = """
 import time
 answer = ask(first)
 if answer["content"] == "answer 0":
-    time.sleep(5)
+    time.sleep(3)
 for number in range(4):
     ask([*first, answer, {"role": "user", "content": f"{answer['content']} {number}"}])
 print("ok")
@@ -752,29 +658,3 @@ print("ok")
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0]
     later = [text for text in asked if text.startswith("answer")]
     assert later == [f"answer {agent} {number}" for agent in (1, 0) for number in range(4)]
-
-
-def test_a_body_of_a_gigabyte_is_cut_off_and_the_agent_goes_on(tmp_path: Path) -> None:
-    program = """
-import http.client, urllib.parse
-address = urllib.parse.urlparse(os.environ["OPENAI_BASE_URL"])
-connection = http.client.HTTPConnection(address.hostname, address.port)
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-sent = 0
-def pieces():
-    global sent
-    for _ in range(1024):
-        yield bytes(1 << 20)
-        sent += 1
-try:
-    connection.request("POST", "/v1/messages", pieces(), headers, encode_chunked=True)
-    assert connection.getresponse().status == 413
-except OSError:
-    pass
-assert sent < 512, sent
-ask(first)
-print("ok")
-"""
-    assert [rollout.reward for rollout in rollouts_of(configured(tmp_path, program), count)] == [
-        2.0, 2.0,
-    ]  # fmt: skip

@@ -1,7 +1,6 @@
 """The session of an agent, as OpenAI's own client and plain requests meet it."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -90,38 +89,6 @@ def test_openais_client_reads_both_apis_whole_and_streamed(tmp_path: Path, kind:
             calls = [item for item in each.output if item.type == "function_call"]
             found = [(c.call_id, c.name, c.arguments) for c in calls]
             assert found == [(c.id, c.name, c.arguments) for c in answer.tool_calls]
-
-    run(tmp_path, answer, body)
-
-
-@pytest.mark.parametrize("kind", ANSWERS)
-def test_a_stream_of_messages_adds_up_to_the_whole(tmp_path: Path, kind: str) -> None:
-    answer = ANSWERS[kind]
-
-    async def body(_: Session, client: httpx.AsyncClient) -> None:
-        asked = {"model": "any", "max_tokens": 9, "messages": QUESTION}
-        whole = (await client.post("/v1/messages?beta=true", json=asked)).json()
-        text = (await client.post("/v1/messages", json={**asked, "stream": True})).text
-        blocks = list[dict[str, Any]]()
-        for event in filter(None, text.split("\n\n")):
-            head, data = event.splitlines()
-            told = json.loads(data.removeprefix("data: "))
-            assert head == f"event: {told['type']}"
-            match told["type"]:
-                case "content_block_start":
-                    blocks.append(told["content_block"])
-                case "content_block_delta" if told["delta"]["type"] == "text_delta":
-                    blocks[told["index"]]["text"] += told["delta"]["text"]
-                case "content_block_delta":
-                    blocks[told["index"]]["input"] = json.loads(told["delta"]["partial_json"])
-                case "message_delta":
-                    assert told["delta"]["stop_reason"] == whole["stop_reason"]
-        assert told["type"] == "message_stop"
-        assert blocks == whole["content"]
-        assert blocks[0]["text"] == answer.text
-        counted = await client.post("/v1/messages/count_tokens", json=asked)
-        assert counted.json()["input_tokens"] > 0
-        assert (await client.head("/")).status_code == 200
 
     run(tmp_path, answer, body)
 

@@ -155,55 +155,6 @@ def test_a_stream_of_messages_adds_up_to_the_whole(server, asked):
     assert events[0]["message"]["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
 
 
-def test_calls_and_results_of_both_apis_make_the_prompt_of_chat(server: PolicyServer) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": ARGUMENTS}}]
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
-    chat = [
-        {"role": "system", "content": "be brief"},
-        *MESSAGES,
-        {"role": "assistant", "content": "so", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "2"},
-    ]
-    said = ask(server, CHAT_ROUTE, messages=chat, tools=tools, max_tokens=4)
-    blocks = [
-        {"type": "text", "text": "so"},
-        {"type": "tool_use", "id": "c1", "name": "add", "input": {"x": 1}},
-    ]
-    result = [{"type": "tool_result", "tool_use_id": "c1", "content": "2"}]
-    message = ask(
-        server,
-        MESSAGES_ROUTE,
-        system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
-        messages=[
-            *MESSAGES,
-            {"role": "assistant", "content": blocks},
-            {"role": "user", "content": result},
-        ],
-        tools=[{"name": "add", "input_schema": ARGUMENTS}],
-        max_tokens=4,
-    )
-    response = ask(
-        server,
-        RESPONSES_ROUTE,
-        instructions="be brief",
-        input=[
-            *MESSAGES,
-            {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]},
-            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"x": 1}'},
-            {"type": "function_call_output", "call_id": "c1", "output": "2"},
-        ],
-        tools=[{"type": "function", "name": "add", "parameters": ARGUMENTS}],
-        max_output_tokens=4,
-        reasoning={"summary": "auto"},
-        include=["reasoning.encrypted_content"],
-        store=False,
-    )
-    text = said["choices"][0]["message"]["content"]
-    assert message["content"][0]["text"] == response["output"][0]["content"][0]["text"] == text
-    assert message["usage"]["input_tokens"] == said["usage"]["prompt_tokens"]
-    assert response["usage"]["input_tokens"] == said["usage"]["prompt_tokens"]
-
-
 def test_errors_have_the_shape_and_the_words_of_their_api(server: PolicyServer) -> None:
     long = "abc" * CONTEXT
     error = refused(server, RESPONSES_ROUTE, input=long)
