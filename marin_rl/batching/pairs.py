@@ -70,15 +70,7 @@ class PairTokenizer:
         return filled
 
     def _filled(self, pair: PreferencePair, held_out_fraction: float) -> PreferencePair:
-        for field in ("tokenizer_digest", "chat_template_digest"):
-            expected, digest = getattr(self, field), getattr(pair, field)
-            # Ids mean other texts to another tokenizer, and nothing else would show it.
-            if digest not in (None, expected):
-                raise InputError(
-                    f"pair {pair.id}, field {field}: expected {expected[:12]}, found "
-                    f"{digest[:12]}: its token ids are another tokenizer's; set policy.tokenizer "
-                    "to that one, or leave tokens and digests out, so that the texts count"
-                )
+        check_identity(pair, self.tokenizer_digest, self.chat_template_digest)
         held_out = is_held_out(pair.messages, held_out_fraction)
         chosen, chosen_mask = self._tokens(pair, "chosen")
         rejected, rejected_mask = None, None
@@ -122,6 +114,19 @@ class PairTokenizer:
                 f"policy.context_length is {self.context_length}: raise it, or leave the pair out"
             )
         return token_ids, loss_mask
+
+
+def check_identity(pair: PreferencePair, tokenizer_digest: str, chat_template_digest: str) -> None:
+    """Raise InputError for a pair whose token ids are another tokenizer's."""
+    expected = {"tokenizer_digest": tokenizer_digest, "chat_template_digest": chat_template_digest}
+    for field, wanted in expected.items():
+        # Ids mean other texts to another tokenizer, and nothing else would show it.
+        if (digest := getattr(pair, field)) not in (None, wanted):
+            raise InputError(
+                f"pair {pair.id}, field {field}: expected {wanted[:12]}, found {digest[:12]}: its "
+                "token ids are another tokenizer's; set policy.tokenizer to that one, or leave "
+                "tokens and digests out, so that the texts count"
+            )
 
 
 def is_held_out(messages: Sequence[Message], fraction: float) -> bool:

@@ -162,7 +162,7 @@ def _print_pair_plan(config: Config, *, as_json: bool) -> None:
     settings, planned = config.pair_training("preference"), plan(config)
     assert isinstance(settings, PreferenceConfig), "it is the class of that section"
     file = given_pairs(settings, "preference")
-    learned_pairs(config, file)
+    learned_pairs(config, file, "preference")
     loss, share = settings.loss, settings.held_out_fraction
     splits = [p.split or ("eval" if is_held_out(p.messages, share) else "") for p in file.pairs]
     kept = len(splits) - splits.count("eval")

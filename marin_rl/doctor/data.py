@@ -6,7 +6,7 @@ A run keeps what it began with, so rows are compared only for runs that are stil
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from marin_rl.batching.pairs import check_identity, shared_prompt
 from marin_rl.batching.selection import check_filter
 from marin_rl.batching.sequences import TrainOn, check_lengths, rendered_lengths
+from marin_rl.chat_templates import check_options
 from marin_rl.config import Config
 from marin_rl.doctor.policy import AS_BEGUN, first_examples, policy_to_begin, rendered
 from marin_rl.doctor.stages import await_apart
@@ -23,6 +25,7 @@ from marin_rl.environments import registry
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.chat import RowEnvironment
 from marin_rl.environments.checks import check_demonstrations, environment_of
+from marin_rl.environments.prompt_files import OPTIONS
 from marin_rl.environments.scoring import scorer_for
 from marin_rl.errors import Abstained, InputError, ObjectMissing, RewardFault
 from marin_rl.processes import joined
@@ -33,7 +36,7 @@ from marin_rl.rollouts.rewards import given_pairs
 from marin_rl.storage.runs import Run, committed, pairs_slot
 from marin_rl.storage.stores.filesystem import LocalStore, open_store, probe
 from marin_rl.storage.tables.pairs import PairFile
-from marin_rl.tokenizers import end_token_ids, tokenizer_for
+from marin_rl.tokenizers import TokenizerIdentity, end_token_ids, tokenizer_for
 from marin_rl.types import Demonstration, Example, PairSection, assistant
 
 ROWS_TOGETHER = 64
@@ -103,20 +106,30 @@ def pairs(config: Config, section: PairSection) -> str:
             if committed(run, pairs_slot()) is not None:
                 return f"{settings.pairs} is not read; the run has its own copy"
     file = given_pairs(settings, section)
-    learned_pairs(config, file)
+    learned_pairs(config, file, section)
     kind = "answers with labels" if settings.labelled else "pairs"
     return f"{settings.pairs}: {len(file.pairs)} {kind}"
 
 
-def learned_pairs(config: Config, file: PairFile) -> None:
-    """Check that pairs without tokens are learned as they are written, and that all fit."""
+def learned_pairs(config: Config, file: PairFile, section: PairSection) -> None:
+    """Check that pairs without tokens are learned as they are written, and that all fit.
+
+    The tokens of the others have to be the policy's and, for `preference`, of one prompt.
+    """
     policy = policy_to_begin(config)
     if policy is None:
         return
     tokenizer = tokenizer_for(policy)
     texts: list[Demonstration] = []
     lengths: list[tuple[str, int]] = []
+    names = asdict(TokenizerIdentity.of(tokenizer))
     for pair, place in zip(file.pairs, file.places, strict=True):
+        try:
+            check_identity(pair, **names)
+            if section == "preference" and pair.rejected_token_ids is not None:
+                shared_prompt(pair)
+        except InputError as error:
+            raise InputError(f"{place}: {error}") from None
         for field in ("chosen", "rejected"):
             ids = getattr(pair, f"{field}_token_ids")
             if ids is not None:
@@ -144,7 +157,8 @@ def _compared(settings: str) -> int:
     """
     config = Config.model_validate_json(settings)
     tokenizer = tokenizer_for(config.policy)
-    lengths = _lengths(tokenizer, _demonstrations(config), config.sft.train_on)
+    learned = _checked(tokenizer, _demonstrations(config), config.sft.train_on)
+    lengths = _lengths(tokenizer, learned, config.sft.train_on)
     check_lengths(lengths, config.policy.context_length)
     return len(lengths)
 
@@ -184,6 +198,27 @@ def _demonstrations(config: Config) -> Iterator[Demonstration]:
                 raise InputError(f"{name}: {error}") from None
             if learned is not None:  # an example without one is refused by `demonstrations`
                 yield replace(learned, name=name)
+
+
+def _checked(
+    tokenizer: PreTrainedTokenizerBase, learned: Iterator[Demonstration], train_on: TrainOn
+) -> Iterator[Demonstration]:
+    """The same; raises InputError for an empty answer, and an option that no template reads."""
+    known = set[frozenset[str]]()
+    for each in learned:
+        if (names := frozenset(each.options)) not in known:
+            if "date" in names:
+                raise InputError(f"{each.name}, {OPTIONS}.date: the day is that of the whole run")
+            check_options(tokenizer, each.options, f"{each.name}, {OPTIONS}")
+            known.add(names)
+        answers = each.answers if train_on in ("all", "flagged") else [each]
+        for one, share in zip(answers, each.trained or [True] * len(answers), strict=False):
+            if share and not one.answer.content.strip() and not one.answer.tool_calls:
+                raise InputError(
+                    f"{one.name}: its answer is empty, so that only its end would be learned: "
+                    "expected a text or a call of a tool; remove the row"
+                )
+        yield each
 
 
 class Trial(NamedTuple):

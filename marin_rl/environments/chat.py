@@ -19,11 +19,14 @@ from pydantic import Field
 from marin_rl.config import EnvironmentConfig, Section
 from marin_rl.environments.base import SHIPPED, Environment
 from marin_rl.environments.prompt_files import (
+    OPTIONS,
+    TOOLS,
     TRAINED,
     Columns,
     PromptRow,
     demonstration_in,
     metadata_of,
+    options_in,
     read_row,
     tools_in,
 )
@@ -152,11 +155,11 @@ class RowEnvironment(Environment):
             return None
         try:
             answer = demonstration_in(example.metadata, self._columns) or learned.answer
-            tools = tools_in(example.metadata)
+            tools, options = tools_in(example.metadata), options_in(example.metadata)
         except ValueError as error:
             raise InputError(f"{learned.name}: {error}") from None
         trained = example.metadata.get(TRAINED)
-        return replace(learned, answer=answer, tools=tools, trained=trained)
+        return replace(learned, answer=answer, tools=tools, trained=trained, options=options)
 
     def check_demonstrations(self, seed: int, count: int) -> None:
         prompts = self._loaded
@@ -171,6 +174,16 @@ class RowEnvironment(Environment):
                 f"assistant's, or a column {columns.answer or 'answer'}; its columns are "
                 f"{', '.join(prompts.rows.row(index))}. Name one by options.completion_key or "
                 "options.answer_key, or choose another sft.environment"
+            )
+        learned = np.sort(chosen[order])
+        others = learned[prompts.forms[learned] != prompts.forms[learned[:1]]]
+        if len(others):
+            first, other = int(learned[0]), int(others[0])
+            named = (read_row(prompts.rows.row(n), self._columns).form for n in (first, other))
+            raise InputError(
+                f"{prompts.rows.place(other)}: expected a row of {next(named)}, as "
+                f"{prompts.rows.place(first)}, found {next(named)}: a warm start learns rows of "
+                "one form; give a file for each, or write them alike"
             )
 
     def check_prompts(self) -> None:
@@ -190,6 +203,8 @@ class RowEnvironment(Environment):
             "warm start and no part of the prompt",
             "tools": "have a column tools, which a warm start reads; sampling offers none: a class "
             "of tools offers its own (docs/your-environment.md)",
+            "options": f"have a column {OPTIONS}, which a warm start reads; prompts are sampled by "
+            "environment.chat_template_options",
             "repeated": "repeat the prompt of another row",
         }
         counts = self._loaded.counts
@@ -213,7 +228,7 @@ class PromptSet:
 
     `suffixes` make the ids of repeated prompts differ, by the number of the row; `demonstrated`
     rows are those that a warm start can learn from, `calling` ones have prompts that call tools;
-    `counts` are for `notices`.
+    `forms` number each row's `PromptRow.form`; `counts` are for `notices`.
     """
 
     rows: Rows
@@ -221,6 +236,7 @@ class PromptSet:
     suffixes: dict[int, str]
     demonstrated: np.ndarray
     calling: np.ndarray
+    forms: np.ndarray
     counts: dict[str, int]
 
 
@@ -228,8 +244,9 @@ def read_prompts(
     rows: Rows, columns: Columns, path: str, eval_fraction: float, left_out: Sequence[int] = ()
 ) -> PromptSet:
     """Read every row once. Raises InputError that names the file, the row and the remedy."""
-    facts = np.zeros((6, len(rows)), bool)
-    held_out, answered, demonstrated, ending, tools, calling = facts
+    facts = np.zeros((7, len(rows)), bool)
+    held_out, answered, demonstrated, ending, tools, options, calling = facts
+    forms, numbered = np.zeros(len(rows), np.int8), dict[str, int]()
     suffixes: dict[int, str] = {}
     seen: dict[str, int] = {}
     for index, (raw, row) in enumerate(_checked_rows(rows, columns)):
@@ -246,9 +263,11 @@ def read_prompts(
             row.answer is not None,
             row.demonstration is not None,
             row.ends_with_assistant,
-            bool(raw.get("tools")),
+            bool(raw.get(TOOLS)),
+            bool(raw.get(OPTIONS)),
             any(message.tool_calls for message in row.messages),
         )
+        forms[index] = numbered.setdefault(row.form, len(numbered))
     if not seen:
         raise InputError(f"{path} has no rows: expected at least two prompts")
     if columns.answer is not None and not answered.any():
@@ -272,10 +291,12 @@ def read_prompts(
         suffixes=suffixes,
         demonstrated=answered | demonstrated,
         calling=np.flatnonzero(calling),
+        forms=forms,
         counts={
             "ends_with_assistant": int(ending.sum()),
             "unanswered": int((~answered).sum()),
             "tools": int(tools.sum()),
+            "options": int(options.sum()),
             "repeated": len(suffixes),
         },
     )

@@ -41,6 +41,7 @@ COMPLETION = "completion"
 TRAINED = "answers_trained"
 WEIGHT_MAX = 100
 TOOLS = "tools"
+OPTIONS = "chat_template_kwargs"  # TRL's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class Columns:
         """Top-level columns that decide everything but the metadata."""
         configured = (self.prompt, self.answer, self.completion, self.id)
         usual = (*PROMPT_COLUMNS, *SHAREGPT_COLUMNS, *OTHER_PROMPT_COLUMNS, *OTHER_ANSWER_COLUMNS)
-        names = {*usual, "answer", COMPLETION, "id", TOOLS, *filter(None, configured)}
+        names = {*usual, "answer", COMPLETION, "id", TOOLS, OPTIONS, *filter(None, configured)}
         return frozenset(names | {name.partition(".")[0] for name in names})
 
 
@@ -77,6 +78,15 @@ class PromptRow(NamedTuple):
     demonstration: Message | None
     ends_with_assistant: bool
     trained: list[bool | float] | None
+
+    @property
+    def form(self) -> str:
+        """What a warm start learns from: the column and type of prompt and demonstration."""
+        kind = "messages" if self.conversational else "a text"
+        if self.ends_with_assistant:
+            return f"{self.prompt_column} that end with the assistant's"
+        other = "an answer" if self.demonstration is None else "a completion"
+        return f"{self.prompt_column} ({kind}) and {other}"
 
 
 def read_row(raw: Any, columns: Columns) -> PromptRow:
@@ -250,6 +260,14 @@ def tools_in(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
         offered.append({"type": "function", "function": _dense(function)})
     return offered
+
+
+def options_in(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's options of the chat template: an object, or its JSON. Raises ValueError."""
+    options = _parsed(metadata.get(OPTIONS), OPTIONS)
+    if not isinstance(options, dict | None):
+        raise ValueError(f"{OPTIONS}: expected an object of variables, found {options!r:.80}")
+    return {name: value for name, value in (options or {}).items() if value is not None}
 
 
 def as_message(message: Message) -> dict[str, Any]:

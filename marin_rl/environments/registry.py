@@ -373,7 +373,8 @@ def demonstrated_by(part: EnvironmentPart, example: Example) -> Demonstration | 
     if learned is None:
         return None
     segments = part.config.on_broken_prefix == "segments"
-    return replace(learned, options=part.config.chat_template_options or {}, segments=segments)
+    options = {**(part.config.chat_template_options or {}), **learned.options}
+    return replace(learned, options=options, segments=segments)
 
 
 def entry_alone(outer: EnvironmentConfig, entry: MixtureEntry) -> EnvironmentConfig:

@@ -72,6 +72,10 @@ GOOD = {"prompt": "p", "chosen": "a", "rejected": "b"}
         ),
         ({"id": "x"}, "line 2, field id: 'x' is there twice"),
         (
+            {"prompt": None, "messages": [{"role": "tool", "content": "x"}]},
+            "line 2: .*found the result of a tool without a call",
+        ),
+        (
             {"prompt": None, "messages": [{"role": "robot", "content": "x"}]},
             r"line 2, field messages\.0\.role: .*'robot'",
         ),

@@ -212,6 +212,12 @@ class _PairRow(BaseModel):
                 "expected chosen_token_ids, rejected_token_ids, tokenizer_digest and "
                 "chat_template_digest all together, or none of them"
             )
+        called = tokens[0] is None and any(each.role == "tool" for each in self.messages or ())
+        if called:
+            raise ValueError(
+                "messages: found the result of a tool without a call, which rows of "
+                "pairs have as token ids alone"
+            )
         for name in ("chosen", "rejected"):
             ids, mask = getattr(self, f"{name}_token_ids"), getattr(self, f"{name}_loss_mask")
             if mask is not None and len(mask) != len(ids or ()):
