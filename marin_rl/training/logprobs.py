@@ -78,12 +78,14 @@ class TeacherRows(NamedTuple):
 class Taught(NamedTuple):
     """A teacher of the policy that is scored, and how far apart they are counted to be.
 
-    `rows`: what it reads; None: the policy's.
+    `rows`: what it reads; None: the policy's. `zeros` are needed within a derivative: that of any
+    loss by them is the divergences.
     """
 
     model: LanguageModel
     divergence: DivergenceConfig
     rows: TeacherRows | None = None
+    zeros: Float[Array, "B T"] | None = None
 
 
 class Packing(NamedTuple):
@@ -124,7 +126,8 @@ def token_logprobs(
     segment that begins at a position above 0 also sees the one that it continues, and its first
     token is predicted from that one's last. The mask must be False where a segment begins
     otherwise, for nothing predicts a first token. `taught` adds the divergence of the teacher's
-    distribution, which has no gradient, and the policy's at every masked token.
+    distribution, which has no gradient, and the policy's at every masked token. Within a derivative
+    they are 0, with the right gradients: see `_scores_where`.
     """
     rows = token_ids_BT, segment_ids_BT, positions_BT, mask_BT
     (logprobs_BT, entropies_BT, *divergences), loads = _scored(
@@ -224,6 +227,7 @@ def _scored(
         token_ids_BT.reshape(-1),
         sources_BT.reshape(-1),
         mask_BT.reshape(-1),
+        None if taught is None or taught.zeros is None else taught.zeros.reshape(-1),
         temperature,
         spread,
     )
@@ -374,13 +378,14 @@ def _own(spread: Spread, states: Array, sources_N: Array, mask_N: Array) -> _Own
 
 
 # JAX has no reverse derivative of a loop whose length depends on data: it is written out below.
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _scores_where(
     states: Float[Array, "... E"],
     tail: _Tail,
     targets_N: Int[Array, " N"],
     sources_N: Int[Array, " N"],
     mask_N: Bool[Array, " N"],
+    _zeros_N: Float[Array, " N"] | None,
     temperature: float,
     spread: Spread,
 ) -> tuple[Float[Array, " N"], ...]:
@@ -390,6 +395,10 @@ def _scores_where(
     them; the backward pass computes a chunk again instead of keeping it. Each device of a mesh does
     this for its own rows, and of rows that several share for what its own states predict. States
     are [N, E], or [B, T, E] in pieces.
+
+    A teacher's logits would be computed again too. So what runs forward within a derivative leaves
+    the teacher out, and gives 0 in the place of divergences; the backward pass has to compute them
+    anyway, and returns them as the derivative by `_zeros_N`, whatever the loss is.
     """
 
     def score(
@@ -458,6 +467,7 @@ def _scores_forward(
     targets_N: Any,
     sources_N: Any,
     mask_N: Any,
+    _zeros_N: Any,
     temperature: float,
     spread: Spread,
 ) -> tuple[Any, Any]:
@@ -466,8 +476,14 @@ def _scores_forward(
     rows: Any = custom_vjp_primal_tree_values(primals)
     wanted = tuple(bool(primal.perturbed) for primal in jax.tree.leaves(tail))
     # Only the arguments are kept: a chunk's logits, [C, V], are computed again.
-    scores: Any = _scores_where(*rows, temperature, spread)
-    return scores, (rows, _Static(wanted))
+    run: Any = _scores_where
+    if rows[1].teacher is None:
+        scores = run(*rows, None, temperature, spread)
+    else:
+        width, alone = rows[1].spec.width, dataclasses.replace(rows[1], teacher=None)
+        scores = run(rows[0][..., :width], alone, *rows[2:], None, temperature, spread)
+        scores = *scores[:2], jnp.zeros_like(scores[0]), *scores[2:]
+    return scores, (rows, _Static(wanted, _zeros_N is not None))
 
 
 @jax.tree_util.register_static
@@ -475,7 +491,8 @@ def _scores_forward(
 class _Static:
     """Facts for the backward pass that are known when it is compiled."""
 
-    wanted: tuple[bool, ...]
+    wanted: tuple[bool, ...]  # derivatives by the leaves of the tail
+    divergences: bool
 
 
 def _scores_backward(
@@ -503,15 +520,15 @@ def _scores_backward(
         sources_N: Array,
         mask_N: Array,
         gradients: tuple[Array, ...],
-    ) -> tuple[Array, list[Array]]:
+    ) -> tuple[Array, list[Array], list[Array]]:
         leaves, trained = tail
         states_NE, sources_N, mask_N = _own(spread, states, sources_N, mask_N)
         order_N, chunks, chunk = _masked_first(mask_N, spread.axes)
         # The forward pass returned a constant 0 off the mask: no gradient may pass there.
         by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 
-        def body(index: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-            by_states_NE, by_tail = carry
+        def body(index: Array, carry: tuple[Array, Any, Any]) -> tuple[Array, Any, Any]:
+            by_states_NE, by_tail, apart = carry
             rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
             by_scores_C = tuple(g.at[rows].get(mode="fill", fill_value=0) for g in by_scores_N)
 
@@ -519,29 +536,35 @@ def _scores_backward(
                 return _tail_scores(whole(trained, leaves), states_CE, targets_N[rows], temperature)
 
             sources = sources_N[rows]
-            _, pull = jax.vjp(scores, trained, states_NE[sources])
+            values, pull = jax.vjp(scores, trained, states_NE[sources])
             by_tail_C, by_states_CE = pull(by_scores_C)
             by_tail = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), by_tail, by_tail_C)
+            apart = [each.at[rows].set(values[2]) for each in apart]
             # several completions may be predicted from the last state of one prompt
-            return by_states_NE.at[sources].add(by_states_CE), by_tail
+            return by_states_NE.at[sources].add(by_states_CE), by_tail, apart
 
         # Summed over chunks in float32: bfloat16 would round small gradients away next to a large
         # sum.
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-        start = (jnp.zeros_like(states_NE), nothing)
-        by_states_NE, by_tail = jax.lax.fori_loop(0, chunks, body, start)
+        apart = [jnp.zeros(mask_N.shape, jnp.float32)] * static.divergences
+        start = (jnp.zeros_like(states_NE), nothing, apart)
+        by_states_NE, by_tail, apart = jax.lax.fori_loop(0, chunks, body, start)
         if spread.axes:
             by_tail = jax.lax.psum(by_tail, spread.axes)  # before it is rounded
         by_tail = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), by_tail, trained)
-        return by_states_NE.reshape(states.shape), by_tail
+        apart = [jnp.where(mask_N, each, 0.0) for each in apart]
+        if spread.context > 1:
+            apart = jax.lax.psum(apart, CONTEXT)
+        return by_states_NE.reshape(states.shape), by_tail, apart
 
-    run = _on_each_device(gradient, spread, (spread.states, PartitionSpec()))
+    specs = spread.states, PartitionSpec(), PartitionSpec(spread.rows)
+    run = _on_each_device(gradient, spread, specs)
     arrays = states, targets_N, sources_N, mask_N, gradients
-    by_states, by_trained = run((leaves, trained), *arrays)
+    by_states, by_trained, apart = run((leaves, trained), *arrays)
     own = iter(by_trained)
     by_tail = structure.unflatten([next(own) if wanted else None for wanted in static.wanted])
     # Targets, sources and mask are integers and flags, which have no gradient.
-    return by_states, by_tail, None, None, None
+    return by_states, by_tail, None, None, None, apart[0] if apart else None
 
 
 _scores_where.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)

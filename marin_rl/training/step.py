@@ -117,6 +117,7 @@ class Scorer:
         critic_params: Parameters | None,
         rows: StepArrays,
         teacher: Parameters | None = None,
+        zeros: Array | None = None,
     ) -> tuple[TokenScores, Array | None]:
         settings, policy = self.settings, policy_module(self.template, parameters)
         if self.critic is not None and critic_params is not None:
@@ -124,7 +125,7 @@ class Scorer:
         taught = None
         if teacher and settings.divergence is not None and settings.teacher is not None:
             theirs = with_parameters(model_of(settings.teacher), teacher)
-            taught = Taught(theirs, settings.divergence, rows.taught)
+            taught = Taught(theirs, settings.divergence, rows.taught, zeros)
         scores = token_logprobs(
             policy,
             *rows.inputs,
@@ -175,9 +176,10 @@ def accumulate(
     tokens = jnp.sum(arrays.mask)
 
     def loss(
-        trained: TrainableParams, rows: StepArrays, weights: Array
+        trained: TrainableParams, zeros: Array | None, rows: StepArrays, weights: Array
     ) -> tuple[Array, ForwardOutputs]:
-        scores, values = score(combine(trained.policy, frozen), trained.critic, rows, teacher)
+        policy = combine(trained.policy, frozen)
+        scores, values = score(policy, trained.critic, rows, teacher, zeros)
         of_reference = None if ref_params is None else score(ref_params, None, rows)[0]
         ref_logprobs = of_reference and jax.lax.stop_gradient(of_reference).logprobs
         outputs = ForwardOutputs(scores, ref_logprobs, values)
@@ -199,8 +201,8 @@ def accumulate(
         total, kept = carry
         # One at a time, so that activations need the memory of one microbatch.
         index = first + number * apart
-        rows = jax.tree.map(lambda array: array[index], arrays)
-        gradients, outputs = jax.grad(loss, has_aux=True)(trained, rows, weights_MRT[index])
+        zeros, rows = jax.tree.map(lambda array: array[index], (scores.divergences, arrays))
+        gradients, outputs = _derivative(loss, trained, zeros, rows, weights_MRT[index])
         # Summed in float32: bfloat16 would lose what many microbatches each add a little of.
         total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients)
         return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, outputs)
@@ -217,6 +219,16 @@ def accumulate(
     # recompiles.
     count = jnp.maximum(used - first + apart - 1, 0) // apart
     return jax.lax.fori_loop(0, count, body, (total, kept))
+
+
+def _derivative(
+    loss: Callable[..., Any], trained: TrainableParams, zeros: Array | None, *rows: Any
+) -> tuple[TrainableParams, ForwardOutputs]:
+    """Gradients of a loss and its outputs, with the divergences by `zeros`: see `Taught`."""
+    if zeros is None:
+        return jax.grad(loss, has_aux=True)(trained, zeros, *rows)
+    (gradients, apart), outputs = jax.grad(loss, (0, 1), has_aux=True)(trained, zeros, *rows)
+    return gradients, outputs._replace(scores=outputs.scores._replace(divergences=apart))
 
 
 def _of_models(
