@@ -37,12 +37,14 @@ import pytest
 from support.cases import printed_seed
 from support.fake_stores import Fault, Faults, fake_gcs, fake_s3
 from support.fault_injection import Operations, inject_faults, parse
-from support.faults import NamedOperations, Outcome, Undisturbed, outcome
+from support.faults import NamedOperations, Outcome, Undisturbed, committed_digests, outcome
 from support.flow_runs import debug
 
+import flows.sft
 from flows.rl_loop import start
 from marin_rl.config import Config
 from marin_rl.errors import MarinRLError
+from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.runs import (
     Run,
     batches_slot,
@@ -255,6 +257,32 @@ def test_kills_at_operations(undisturbed, forked_runs, tmp_path):
     names = chosen_of_every_stage([name for name in undisturbed.names if not READS.match(name)])
     kinds = KILLS if ONE_BY_ONE else KILLS[:1]
     assert play_groups(in_groups(names, kinds, 1), killed, undisturbed.expected) == []
+
+
+def test_kills_of_a_warm_start_by_itself(forked_runs, tmp_path, monkeypatch):
+    """`marin-rl sft`, killed at each change: before it, amid it or after it."""
+    monkeypatch.setattr(forked_runs, "flow", "flows.sft")
+    whole, killed = (debug(tmp_path / name, "sft.steps=4") for name in ("whole", "killed"))
+    operations = NamedOperations(whole.root)
+    with inject_faults(operations):
+        flows.sft.start(whole)
+    names = [name for name in operations.names.seen if not READS.match(name)]
+    turn = random.Random(printed_seed()).randrange(len(KILLS))
+    faults = {name: KILLS[(turn + number) % len(KILLS)] for number, name in enumerate(names)}
+    starts, left = forked_runs.run_until_all_came(killed, faults)
+    print(f"{starts} starts, {len(names) - len(left)} of {len(names)} changes came")
+    assert starts == len(names) - len(left) + 1 > 10
+    assert learned(killed) == learned(whole)
+
+
+def learned(config: Config) -> list[object]:
+    """The parameters of each checkpoint of a warm start, every byte of them verified."""
+    run = Run.open(config.root, config.run_id)
+    assert {f"{sft_slot(step)}/manifest.json" for step in (2, 4)} <= committed_digests(
+        config
+    ).keys()
+    refs = [committed(run, sft_slot(step)) for step in (2, 4)]
+    return [manifest_of(run.store, ref).extra["parameters_digest"] for ref in refs if ref]
 
 
 # --- object stores ------------------------------------------------------------------------------

@@ -75,8 +75,10 @@ PROGRAM = "from support.flow_runs import live; live()"
 class ForkedRuns:
     """Plays runs in processes that `forked_python` forks. `environment` is added to ours of now.
 
-    `cpu_s` is the processor time of the last one.
+    `flow` is the module of what they play. `cpu_s` is the processor time of the last one.
     """
+
+    flow = "flows.rl_loop"
 
     def __init__(self, log: Path, **environment: str) -> None:
         self.log = log
@@ -103,6 +105,7 @@ class ForkedRuns:
         """
         order = {
             "config": config.model_dump(mode="json"),
+            "flow": self.flow,
             "faults": dict(faults or {}),
             "met": None if met is None else str(met),
         }
@@ -198,7 +201,7 @@ def live() -> None:
     try:
         config = parse_config(order["config"])
         with _suffering(config, order):
-            importlib.import_module("flows.rl_loop").start(config)
+            importlib.import_module(order["flow"]).start(config)
         code = 0
     finally:
         if code:
