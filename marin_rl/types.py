@@ -16,6 +16,13 @@ from jaxtyping import Float32, Int8, Int32, Int64
 from marin_rl.slot_ref import SlotRef as SlotRef  # without arrays
 
 Role = Literal["system", "user", "assistant", "tool"]
+
+
+def as_role(role: Any) -> Any:
+    """Return a role by our name: `developer` is OpenAI's of `system` since its reasoning models."""
+    return "system" if role == "developer" else role
+
+
 Status = Literal["complete", "truncated", "aborted", "error"]
 Split = Literal["train", "eval"]
 PairSection = Literal["reward_model", "preference"]  # of a configuration, and of a run

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from marin_rl.environments.base import plain_json
-from marin_rl.types import Message, ToolCall, assistant
+from marin_rl.types import Message, ToolCall, as_role, assistant
 from schemas import Malformed
 from schemas.strict_json import parse_json
 
@@ -306,6 +306,7 @@ def _messages(value: Any, column: str) -> list[Message]:
 def _message(item: Any, where: str) -> Message:
     fields = item if isinstance(item, dict) else {}
     role, content, calls = (fields.get(name) for name in ("role", "content", "tool_calls"))
+    role = as_role(role)
     if role is None and "from" in fields:
         kind, content = fields["from"], fields.get("value")
         role = SHAREGPT_ROLES.get(kind) if isinstance(kind, str) else None

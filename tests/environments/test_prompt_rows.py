@@ -140,6 +140,12 @@ def test_a_system_prompt_is_for_rows_without_one(tmp_path: Path) -> None:
     assert plain.example(0, 0, "eval").example_id == asked.example(0, 0, "eval").example_id
 
 
+def test_a_developer_is_the_system(tmp_path: Path) -> None:
+    rows = [{"messages": [SYSTEM | {"role": "developer"}, USER]}]
+    example = only_example(chat(tmp_path / "p.jsonl", rows))
+    assert [message.role for message in example.messages] == ["system", "user"]
+
+
 def test_a_repeated_prompt_is_two_examples_of_one_split(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{number % 20}"} for number in range(60)]
     environment = chat(tmp_path / "p.jsonl", rows, eval_fraction=0.4)

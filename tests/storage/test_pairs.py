@@ -156,6 +156,13 @@ def test_rows_are_read_as_others_publish_them(tmp_path, name):
     assert (pair.chosen_reward, pair.rejected_reward) == scores
 
 
+def test_a_developer_is_the_system(tmp_path):
+    prompt = [{"role": "developer", "content": "Be brief."}, *said("2+2")]
+    row = {"prompt": prompt, "chosen": answer("4"), "rejected": answer("5")}
+    (pair,) = read_pairs(file_of(tmp_path, row)).pairs
+    assert [message.role for message in pair.messages] == ["system", "user"]
+
+
 def test_a_dialogue_keeps_all_of_its_turns_and_equal_answers_are_refused(tmp_path):
     turns = said("hi", "hello", "2+2")
     row = {"chosen": [*turns, *answer("4")], "rejected": [*turns, *answer("5")]}

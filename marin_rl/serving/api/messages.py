@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marin_rl.serving.http.errors import Body
-from marin_rl.types import Role
+from marin_rl.types import Role, as_role
 
 TOOLS_MAX = 128
 TOOL_CALLS_MAX = 128
@@ -65,8 +65,7 @@ TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=CONTENT_P
 ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True, max_length=TOOL_CALLS_MAX)]
 
 
-# "developer" is OpenAI's name of "system" since its reasoning models.
-AnyRole = Annotated[Role, BeforeValidator(lambda role: "system" if role == "developer" else role)]
+AnyRole = Annotated[Role, BeforeValidator(as_role)]
 
 
 class ChatMessage(Body):

@@ -19,12 +19,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from marin_rl.errors import InputError
 from marin_rl.finite import REWARD_MAX
@@ -32,7 +32,7 @@ from marin_rl.storage.commits import commit_slot, manifest_of, new_attempt
 from marin_rl.storage.runs import Run, pairs_slot
 from marin_rl.storage.tables.parquet import TableWriter, open_part, put_part
 from marin_rl.storage.tables.records import Struct
-from marin_rl.types import PreferencePair, Role, SlotRef, Split
+from marin_rl.types import PreferencePair, Role, SlotRef, Split, as_role
 from schemas import Malformed
 from schemas.manifests import Parent
 from schemas.migrations import PAIRS as LADDER
@@ -172,7 +172,7 @@ def committed_pairs(run: Run, ref: SlotRef) -> list[PreferencePair]:
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Role
+    role: Annotated[Role, BeforeValidator(as_role)]
     content: str
 
 
