@@ -81,7 +81,7 @@ class PromptRow(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What a warm start learns from: the column and type of prompt and demonstration."""
+        """Column and type of prompt and demonstration, as a warm start learns them."""
         kind = "messages" if self.conversational else "a text"
         if self.ends_with_assistant:
             return f"{self.prompt_column} that end with the assistant's"
