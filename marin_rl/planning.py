@@ -395,13 +395,17 @@ class StepMemory:
         )
         # A small model's microbatches are computed side by side on one CPU device.
         small = PARAMETER_BYTES * architecture.parameters <= LANE_WEIGHTS_BYTES_MAX
-        alone = mesh.data == mesh.fsdp == mesh.tensor == context == 1
+        offloaded = config.training.optimizer == "adamw_offload"
+        alone = mesh.data == mesh.fsdp == mesh.tensor == context == 1 and not offloaded
         several = config.training.microbatch_sequences < _step_sequences(config)
         lanes = STEP_LANES if on_host and small and alone and several else 1
         # Each lane has gradients of its own; an update has old and new parameters at once.
-        resident = PARAMETER_BYTES * own + moments // held
+        resident, passing = PARAMETER_BYTES * own + moments // held, 0
+        if offloaded and not on_host:  # moments that are no layers' pass in an update, all of them
+            resident -= moments // held
+            passing = OPTIMIZER_BYTES * sum(math.prod(s) for s in shapes if len(s) < 3) // held
         passes = resident + lanes * (4 * own + learners * backward)
-        update = resident + round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
+        update = resident + passing + round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
         scoring = 0
         if (teacher := _teacher_of(config)) is not None:
             beside, length = config.rollout_teacher is None, config.policy.context_length

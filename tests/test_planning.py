@@ -157,6 +157,10 @@ def test_a_plan_for_devices_that_are_not_here():
     assert many.peak_bytes is not None
     assert many.peak_bytes < PROCESS_BYTES  # Python is on the host
     assert one.host_bytes == PROCESS_BYTES + round(1.3 * (one.checkpoint_bytes or 0) / 4)
+    tree["training"] = {"optimizer": "adamw_offload"}
+    offloaded = plan(parse_config(tree), Devices("H100", 4))
+    assert one.training_bytes == 3 * (offloaded.training_bytes or 0)  # 4 bytes of 12
+    assert offloaded.host_bytes == one.host_bytes
     with pytest.raises(InputError, match="takes 3 devices, and --on has 8"):
         plan(parse_config(tree | {"mesh": {"fsdp": 3}}), Devices.named("V5P:8"))
     for text in ("H100", "H100:0", "H100:x", "H99:1"):

@@ -134,12 +134,13 @@ class TrainingConfig(Section):
         None, "optimizer steps until the decay ends; needed unless constant", ge=1
     )
     schedule_restarts: Restarts = optional_field(RESTARTS)
-    optimizer: Annotated[Literal["adamw", "muon", "adamw_8bit"] | None, null_if("adamw")] = (
-        optional_field(
-            "adamw; muon: Muon for the matrices of layers, AdamW for the rest, with one learning "
-            "rate; adamw_8bit: AdamW with moments in 8 bits, a quarter of their memory; of rounds, "
-            "warm starts and preferences; null: adamw"
-        )
+    optimizer: Annotated[
+        Literal["adamw", "adamw_offload", "adamw_8bit", "muon"] | None, null_if("adamw")
+    ] = optional_field(
+        "adamw; adamw_offload: AdamW with its moments in the host's memory, from which updates "
+        "read them layer by layer; adamw_8bit: AdamW with moments in 8 bits, a quarter of their "
+        "memory; muon: Muon for the matrices of layers, AdamW for the rest, with one learning "
+        "rate; of rounds, warm starts and preferences; null: adamw"
     )
     beta1: float = field(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = field(0.95, "decay of the second moment", ge=0, lt=1)

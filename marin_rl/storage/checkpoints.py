@@ -305,8 +305,9 @@ class LocalBoxes:
     def array(self) -> Any:
         if self.sharding is None:
             return self.values[whole_box(self.shape)]
+        at = partial(jax.sharding.SingleDeviceSharding, memory_kind=self.sharding.memory_kind)
         # A CPU's devices take the very memory.
-        shards = [jax.device_put(self.values[box], place) for place, box in self.devices.items()]
+        shards = [jax.device_put(self.values[box], at(p)) for p, box in self.devices.items()]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
 

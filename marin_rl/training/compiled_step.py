@@ -123,7 +123,7 @@ class Program(ABC):
         set_matmul_precision(policy.compute_dtype)
         self.memory_keys = tuple(memory_keys(config))
         self._policy = policy
-        self.layout: Layout = layout_of(config.mesh)
+        self.layout: Layout = layout_of(config.mesh, config.training.optimizer)
         # Without an adapter, as the engine and exports have the model.
         self.base_template = template_of(policy, tokenizer)
         # Recorded ones first: the folder that `init_from` names may have changed since.
@@ -145,11 +145,10 @@ class Program(ABC):
         averaged = objective is not None and objective.reference == "average"
         self.like = state_like(self.template, self.optimizer, averaged=averaged, critic=self.critic)
         self.update: Update = make_update(
-            self.template,
             self.optimizer,
             learning_rate_schedule(adamw),
-            self.layout,
             self.critic,
+            like=self.placed_like,
             average_decay=objective.reference_decay if objective else None,
         )
 

@@ -39,9 +39,13 @@ Optimizer = optax.GradientTransformationExtraArgs
 
 @dataclass(frozen=True)
 class Layout:
-    """Placement of a run's arrays. Without a mesh everything is on the default device."""
+    """Placement of a run's arrays. Without a mesh everything is on the default device.
+
+    `moments_memory`: the kind of memory of optimizers' moments, on a mesh; None: the devices' own.
+    """
 
     mesh: Mesh | None = None
+    moments_memory: str | None = None
 
     @property
     def devices(self) -> int:
@@ -125,14 +129,6 @@ class Layout:
             like if self.mesh is None else self._state(like, template, optimizer, critic, _struct)
         )
 
-    def constrain_state(
-        self, state: Any, template: eqx.Module, optimizer: Optimizer, critic: Critic | None = None
-    ) -> Any:
-        """Keep everything, inside the step, where `place_state` puts it."""
-        if self.mesh is None:
-            return state
-        return self._state(state, template, optimizer, critic, jax.lax.with_sharding_constraint)
-
     def constrain_gradients(
         self, gradients: TrainableParams, template: eqx.Module, critic: Critic | None = None
     ) -> TrainableParams:
@@ -168,6 +164,8 @@ class Layout:
             """Parameters and moments of a policy or a critic, and the number of its updates."""
             shardings = self.parameter_shardings(template)
             assert shardings is not None
+            if (memory := self.moments_memory) is not None:
+                shardings = {n: each.with_memory_kind(memory) for n, each in shardings.items()}
             # By structure, not by name: optax nests moments of parameters in its own states.
             moments = optax.tree_utils.tree_map_params(
                 optimizer,
@@ -261,12 +259,21 @@ class Layout:
 SINGLE_DEVICE = Layout()
 
 
-def layout_of(config: MeshConfig) -> Layout:
+def layout_of(config: MeshConfig, optimizer: str | None = None) -> Layout:
     """The layout that the configuration asks for on the devices there are.
 
-    Raises ConfigError when the sizes do not multiply to a number of devices that is there.
+    Raises ConfigError when the sizes do not multiply to a number of devices that is there, or when
+    the `optimizer` needs memory of the host and devices have none.
     """
-    devices = jax.devices()
+    devices, memory = jax.devices(), None
+    if optimizer == "adamw_offload":
+        memory = "pinned_host"
+        kinds = sorted(each.kind for each in devices[0].addressable_memories())
+        if memory not in kinds:
+            raise ConfigError(
+                f"training.optimizer adamw_offload needs devices with memory {memory}, found "
+                f"{', '.join(kinds)} of {devices[0].device_kind}: choose adamw or adamw_8bit"
+            )
     # Without `context` where that is null: programs of such meshes are those of earlier runs.
     sizes: dict[str, int] = config.model_dump()
     sizes["tensor"] = sizes.pop("tensor")  # the last, whose devices exchange most
@@ -287,9 +294,10 @@ def layout_of(config: MeshConfig) -> Layout:
             "processes: expected all, since every process trains; set mesh.fsdp or mesh.data to -1"
         )
     # Without a mesh the step has no constraints, and compiles to the program of one device.
-    if count == 1:
+    if count == 1 and memory is None:
         return SINGLE_DEVICE
-    return Layout(Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes)))
+    mesh = Mesh(np.array(devices[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+    return Layout(mesh, memory)
 
 
 def _put(array: Any, sharding: NamedSharding | None = None) -> jax.Array:

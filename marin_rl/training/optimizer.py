@@ -7,9 +7,9 @@ its update is scaled to the size of AdamW's, as Levanter's `use_kimi_scaling` (a
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from marin_rl.lora.adapter import LinearShape
 from marin_rl.training.adam_8bit import scale_by_adam_8bit
 
 Schedule = Callable[[ArrayLike], Array]
+Moments = Literal["device", "host", "8bit"]
+MOMENTS: Mapping[str, Moments] = {"adamw_offload": "host", "adamw_8bit": "8bit"}
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class AdamW:
     clip_norm: float
     restarts: int = 0
     muon: bool = False
-    moments_8bit: bool = False
+    moments: Moments = "device"
 
 
 def policy_adamw(training: TrainingConfig) -> AdamW:
@@ -74,7 +77,7 @@ def sft_adamw(
         clip_norm=settings.gradient_clip_norm,
         restarts=settings.schedule_restarts or 0,
         muon=training.optimizer == "muon",
-        moments_8bit=training.optimizer == "adamw_8bit",
+        moments=MOMENTS.get(training.optimizer or "adamw", "device"),
     )
 
 
@@ -122,7 +125,8 @@ def make_optimizer(
         # No names where optax asks which leaves of a state are of parameters.
         return {name: name in (linears or {}) for name in tree} if isinstance(tree, dict) else {}
 
-    adam = scale_by_adam_8bit if settings.moments_8bit else optax.scale_by_adam
+    adams = {"device": optax.scale_by_adam, "host": scale_by_adam_offloaded}
+    adam = adams.get(settings.moments, scale_by_adam_8bit)
     # Decay is decoupled from the gradient (arXiv:1711.05101).
     decay = optax.add_decayed_weights(settings.weight_decay, mask)
     rate = optax.scale_by_learning_rate(learning_rate_schedule(settings))
@@ -131,7 +135,57 @@ def make_optimizer(
         muon = optax.chain(_orthogonalised(linears), decay, rate)
         update = optax.partition({True: muon, False: update}, labels)
     # First in the chain: a gradient that is clipped only after Adam would stay in its moments.
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+    chained = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+    return optax.with_extra_args_support(chained)
+
+
+def scale_by_adam_offloaded(
+    b1: float, b2: float, eps: float
+) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction, as `optax.scale_by_adam`, with the moments in the host's memory.
+
+    Those of a layer are on the device while it is updated. Its `update` takes `ok`: False keeps
+    them, since no program outside can compare what is on the host.
+    """
+    adam: Any = optax.scale_by_adam(b1, b2, eps)
+
+    def init(params: optax.Params) -> Any:
+        state = adam.init(params)
+        return state._replace(**jax.device_put({"mu": state.mu, "nu": state.nu}, HOST))
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, ok: Array, **_: Any
+    ) -> tuple[Any, Any]:
+        def moved(arrays: Sequence[Array]) -> tuple[Any, Any]:
+            gradient, *moments = arrays
+            mu, nu = jax.device_put(moments, DEVICE)
+            direction, after = adam.update(gradient, state._replace(mu=mu, nu=nu))
+            kept = guarded(ok, (after.mu, after.nu), (mu, nu))
+            return direction, jax.device_put(kept, HOST)
+
+        def of_array(*arrays: Array) -> tuple[Any, Any]:
+            # Stacked by layer: a loop's slices are all that is on the device at once.
+            return jax.lax.map(moved, arrays) if arrays[0].ndim > 2 else moved(arrays)
+
+        found = {name: of_array(g, state.mu[name], state.nu[name]) for name, g in updates.items()}
+        mu, nu = ({name: kept[each] for name, (_, kept) in found.items()} for each in (0, 1))
+        after = state._replace(count=state.count + 1, mu=mu, nu=nu)
+        return {name: direction for name, (direction, _) in found.items()}, after
+
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+
+
+def guarded(ok: Array, after: Any, before: Any) -> Any:
+    """Return `after` where it is `ok`, else `before`; what is on the host is guarded already.
+
+    Multiplying an update by 0 would keep its NaN; `where` does not.
+    """
+
+    def chosen(new: Array, old: Array) -> Array:
+        on_host = jax.typeof(new).memory_space == HOST
+        return new if on_host else jnp.where(ok, new, old)
+
+    return jax.tree.map(chosen, after, before)
 
 
 def _orthogonalised(linears: Mapping[str, LinearShape]) -> optax.GradientTransformation:
@@ -169,13 +223,8 @@ def guarded_update(
     moments: Any,
     ok: Array,
 ) -> tuple[Any, Any]:
-    """Parameters and moments after an update; as they were where it is not `ok`.
-
-    Multiplying an update by 0 would keep its NaN; `where` does not.
-    """
-    updates, after = optimizer.update(gradients, moments, parameters)
+    """Parameters and moments after an update; as they were where it is not `ok`."""
+    updates, after = optimizer.update(gradients, moments, parameters, ok=ok)
     # The moments are guarded too: a NaN in them would spoil every later update.
     moved = optax.apply_updates(parameters, updates)
-    return jax.tree.map(
-        lambda new, old: jnp.where(ok, new, old), (moved, after), (parameters, moments)
-    )
+    return guarded(ok, (moved, after), (parameters, moments))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,18 +331,18 @@ class ForwardBackward:
 
 
 def make_update(
-    template: eqx.Module,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
-    layout: Layout = SINGLE_DEVICE,
     critic: Critic | None = None,
     *,
+    like: TrainState | None = None,
     average_decay: float | None = None,
 ) -> Update:
     """Return the jitted update of a state by gradients and the loss that they are of.
 
-    The state's `optimizer` and `critic` are donated. An update is refused where loss or gradients
-    are not finite. Gradients of only the critic leave the policy as it is.
+    The new state is where the shardings of `like` say. The state's `optimizer` and `critic` are
+    donated. An update is refused where loss or gradients are not finite. Gradients of only the
+    critic leave the policy as it is.
     """
 
     def update(
@@ -376,14 +375,17 @@ def make_update(
         state = state._replace(refused=jnp.where(ok, 0, state.refused + 1))
         if gradients.policy is not None:
             state = updated_state(optimizer, state, gradients.policy, ok, average_decay)
-        state = layout.constrain_state(state, template, optimizer, critic)
         metrics["updates/skipped"] = jnp.where(ok, 0.0, 1.0)
         metrics["updates/steps"] = state.step
         return state, metrics
 
     # Donation is by argument, so the state is passed in parts: moments and critic are donated,
     # parameters are not, for the engine may be sampling from these arrays.
-    jitted = compiled_apart(jax.jit(update, donate_argnums=(1, 2)), "the update")
+    where = None
+    if like is not None:
+        where = jax.tree.map(lambda leaf: leaf.sharding, like), like.step.sharding
+    jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=where)
+    jitted = compiled_apart(jitted, "the update")
 
     def run(
         state: TrainState, gradients: Gradients, loss: Float[Any, ""]

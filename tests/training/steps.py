@@ -43,7 +43,7 @@ def make_step(
     """Return the step of a model: gradients and update, on one device."""
     passes = ForwardBackward(template, settings, critic=critic, lanes=lanes)
     decay = settings.objective.reference_decay if settings.objective else None
-    update = make_update(template, optimizer, schedule, critic=critic, average_decay=decay)
+    update = make_update(optimizer, schedule, critic, average_decay=decay)
 
     def step(
         state: TrainState, reference: Reference | None, arrays: StepArrays, used: int

@@ -25,7 +25,7 @@ from marin_rl.training.critic import ScalarHead, ScalarModel
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout, layout_of
 from marin_rl.training.model import build_model, digest_of, matrix_mask, named_parameters
 from marin_rl.training.optimizer import learning_rate_schedule, make_optimizer, policy_adamw
-from marin_rl.training.state import fresh_state
+from marin_rl.training.state import fresh_state, state_like
 from marin_rl.training.step import make_update, trainable_of
 from marin_rl.training.step_types import TrainState
 
@@ -108,7 +108,8 @@ def compiled(layout: Layout) -> tuple[Any, Any, Any]:
     adamw = policy_adamw(TrainingConfig(learning_rate=1e-2, warmup_steps=0))
     optimizer = make_optimizer(adamw, matrix_mask(model))
     schedule = learning_rate_schedule(adamw)
-    update = make_update(model, optimizer, schedule, layout)
+    like = layout.state_like(state_like(model, optimizer), model, optimizer)
+    update = make_update(optimizer, schedule, like=like)
     return optimizer, make_reward_passes(model, "float32", layout), update
 
 

@@ -69,7 +69,9 @@ def single(tokenizer, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices, real or virtual")
-@pytest.mark.parametrize(("optimizer", "width"), [("muon", 16), ("adamw_8bit", 64)])
+@pytest.mark.parametrize(
+    ("optimizer", "width"), [("muon", 16), ("adamw_8bit", 64), ("adamw_offload", 16)]
+)
 def test_other_optimizers_shard_their_moments_as_parameters(single, tokenizer, optimizer, width):
     config, _ = single
     training = config.training.model_copy(update={"optimizer": optimizer})
@@ -84,8 +86,13 @@ def test_other_optimizers_shard_their_moments_as_parameters(single, tokenizer, o
     for name, array in expected.parameters.items():
         np.testing.assert_allclose(found.parameters[name], array, atol=1e-4)
     assert of_mesh == pytest.approx(metrics, rel=1e-3, abs=1e-5)
-    moments = jax.tree.leaves(found.optimizer)
-    assert {each.sharding.num_devices for each in moments if each.ndim > 1} == {2}
+    moments = [each.sharding for each in jax.tree.leaves(found.optimizer) if each.ndim > 1]
+    assert {each.num_devices for each in moments} == {2}
+    memory = "pinned_host" if optimizer == "adamw_offload" else "device"
+    assert {each.memory_kind for each in moments} == {memory}
+    if optimizer == "adamw_offload":  # the numbers of AdamW
+        for name, array in single[1][0].parameters.items():
+            np.testing.assert_allclose(expected.parameters[name], array, atol=1e-6)
 
 
 @pytest.mark.slow

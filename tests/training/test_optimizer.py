@@ -1,7 +1,10 @@
 """AdamW: the schedule at every step, what decays, and the clip, by hand."""
 
+from functools import partial
+
 import jax
 import numpy as np
+import optax
 import pytest
 
 from marin_rl.config import SFTConfig, TrainingConfig
@@ -10,6 +13,7 @@ from marin_rl.training.optimizer import (
     learning_rate_schedule,
     make_optimizer,
     policy_adamw,
+    scale_by_adam_offloaded,
     sft_adamw,
 )
 
@@ -86,6 +90,26 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
 
 def test_adamw_may_be_said_and_is_what_is_not_said():
     assert TrainingConfig(optimizer="adamw") == TrainingConfig()
+
+
+def test_moments_on_the_host_are_those_of_adam_and_stay_where_an_update_is_refused():
+    rng, rates = np.random.default_rng(0), (0.9, 0.95, 1e-8)
+    shapes = {"layers": (3, 4, 5), "embeddings": (6, 4), "norm": (4,)}
+    expected = optax.scale_by_adam(*rates)
+    offloaded = scale_by_adam_offloaded(*rates)
+    moved = jax.jit(lambda gradient, state, ok: offloaded.update(gradient, state, ok=ok))
+    gradient = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    theirs, ours = expected.init(gradient), jax.jit(offloaded.init)(gradient)
+    for _ in range(3):
+        directions, ours = moved(gradient, ours, True)
+        also, theirs = expected.update(gradient, theirs)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), directions, also)
+        gradient = {name: g + 1 for name, g in gradient.items()}
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), ours, theirs)
+    _, same = moved({n: g * np.nan for n, g in gradient.items()}, ours, False)
+    moments = (same.mu, same.nu), (ours.mu, ours.nu)
+    jax.tree.map(np.testing.assert_array_equal, *moments)
+    assert {each.sharding.memory_kind for each in jax.tree.leaves(moments)} == {"pinned_host"}
 
 
 def test_muon_orthogonalises_each_layer_and_leaves_the_rest_to_adamw():

@@ -63,6 +63,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("training.optimizer=muon",),
         ("training.optimizer=adamw_8bit", "policy.model.hidden_size=64"),
+        ("training.optimizer=adamw_offload",),
         ("training.optimizer=adamw_8bit", "policy.lora.rank=16", "policy.model.hidden_size=256"),
     ],
 )
