@@ -16,10 +16,10 @@ from marin_rl.cli import COMMANDS, app
 from marin_rl.commands.config import TEMPLATES
 from marin_rl.config import load_config
 from marin_rl.doctor.data import trials
-from marin_rl.doctor.policy import rendered, tools
+from marin_rl.doctor.policy import rendered
 from marin_rl.doctor.start import before_engines
 from marin_rl.environments.registry import loaded_environment
-from marin_rl.errors import ConfigError, InputError
+from marin_rl.errors import ConfigError
 from marin_rl.storage.commits import commit_manifest, new_attempt, new_manifest
 from marin_rl.storage.layout import reward_model_slot, sft_slot
 from marin_rl.storage.runs import Run, committed_checkpoint
@@ -100,19 +100,6 @@ def test_the_template_of_tools_samples_calls_that_are_three_tokens(folder: Path)
     call = f"<tool_call>\n{json.dumps(body)}\n</tool_call>"
     assert again == f"<|system|>ask<|user|>1-8<|assistant|>{call}<|end|>"
     assert call in shown
-
-
-def test_a_template_that_cannot_carry_the_tools_is_refused_before_a_run(folder: Path) -> None:
-    assert invoke("init", "tools").exit_code == 0
-    assert tools(load_config("tools.yaml")) == "the chat template carries ask"
-    template = Path("tokenizer/chat_template.jinja")
-    template.write_text(template.read_text().partition("\n")[2])  # the line that names the tools
-    with pytest.raises(InputError, match="leaves out the tools ask"):
-        before_engines(load_config("tools.yaml"), "rl-loop")
-    room = ["policy.context_length=512", "batching.row_tokens=512"]
-    characters = load_config("tools.yaml", ["policy.tokenizer=characters", *room])
-    with pytest.raises(InputError, match="writes no tool calls"):
-        before_engines(characters, "rl-loop")
 
 
 @pytest.mark.parametrize("template", [path.name for path in TEMPLATES.iterdir() if path.is_dir()])

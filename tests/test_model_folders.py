@@ -94,18 +94,6 @@ def test_both_versions_load_to_equal_logits(tmp_path, name):
     assert parameters_digest(new) == parameters_digest(old)
 
 
-@pytest.mark.parametrize("name", others_slow(PARTICULARS, "qwen3"))
-def test_single_and_sharded_folders_of_both_versions_have_the_same_weights(tmp_path, name):
-    digests = set()
-    for version, written in (("4", written_by_4), ("5", written_by_5)):
-        folder = written(tmp_path / version, name)
-        digests.add(parameters_digest(load_hf(folder)))
-        shard(folder)
-        assert len(weight_files(folder)) == 3
-        digests.add(parameters_digest(load_hf(folder)))
-    assert len(digests) == 1
-
-
 def test_every_family_is_among_the_folders():
     assert {config_of(name)["model_type"] for name in PARTICULARS} == {*get_args(ModelFamily)}
 

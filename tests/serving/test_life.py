@@ -78,13 +78,6 @@ def test_a_server_for_a_while_that_cannot_start_leaves_no_engine(monkeypatch):
     assert [thread for thread in threading.enumerate() if thread.name == "engine"] == before
 
 
-def test_a_tokenizer_with_ids_outside_the_vocabulary_is_refused() -> None:
-    tokenizer = character_tokenizer()
-    tokenizer.add_tokens(["<|one more|>"])
-    with pytest.raises(InputError, match="ids up to 103"):
-        PolicyServer(tiny_model(), tokenizer, InferenceConfig(), context_length=CONTEXT)
-
-
 @pytest.mark.slow
 def test_the_folders_other_end_tokens_end_completions_too(tmp_path: Path) -> None:
     character_tokenizer().save_pretrained(tmp_path)

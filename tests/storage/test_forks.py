@@ -1,6 +1,5 @@
 """Forks: the prefix is the parent's and is never written; what follows is the fork's own."""
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from marin_rl.storage.run_progress import ROUNDS_PLANNED, progress, rounds_plann
 from marin_rl.storage.runs import Run, checkpoint_slot, committed, latest_checkpoint, runs_under
 from marin_rl.storage.stores.filesystem import PutOutcome
 from marin_rl.storage.tables.metrics import read_metrics
-from marin_rl.storage.upkeep import forks, gc
+from marin_rl.storage.upkeep import forks
 from marin_rl.storage.upkeep.audit import audit_run
 from marin_rl.storage.upkeep.forks import fork_run
 from marin_rl.storage.upkeep.fsck import check_run
@@ -189,22 +188,6 @@ def test_a_collection_between_the_first_look_and_the_fork_is_seen(parent, monkey
     assert fault.place.endswith("run/checkpoints/round-00001")
     assert f"delete {parent.config.root}/fork" in fault.detail
     assert check_run(parent.config.root, "run").faults == ()
-
-
-def test_a_fork_between_the_tombstone_and_the_files_is_seen(parent, monkeypatch):
-    """gc looks for forks again once its tombstones stand, and lets the files be."""
-    stood = gc.commit_tombstone
-
-    def forked_meanwhile(store, manifest, rule):
-        found = stood(store, manifest, rule)
-        with contextlib.suppress(ObjectMissing):
-            fork_run(parent, 2, "fork")
-        return found
-
-    monkeypatch.setattr(gc, "commit_tombstone", forked_meanwhile)
-    gone = collect(parent, rule_of(parent, 2, None)).garbage
-    assert gone == ()  # the fork from checkpoint 2, which stays, reaches 0 and 1
-    assert check_run(parent.config.root, "fork").faults == ()
 
 
 def test_nothing_of_the_prefix_can_be_written_or_deleted(parent: Run) -> None:

@@ -1,7 +1,7 @@
 """A teacher behind an endpoint: our own server by two routes, and servers that answer wrongly."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,12 +39,6 @@ from marin_rl.training.replay import replay_round
 IDENTITY = "policy@00003-01234567"
 SCORES = ("/v1/completions", "/generate")
 Spoil = Callable[[dict[str, Any]], None]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PolicyServer]:
-    with serving() as running:
-        yield running
 
 
 def configured(url: str, root: Path | str = "runs", *items: str) -> Config:
