@@ -30,8 +30,7 @@ from marin_rl.storage.runs import RunRef, committed, committed_checkpoint
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.generate import evaluate, extend, generate, seal
 from tasks.options import GROUP, StageRunner, open_run
-from tasks.process import process, publish
-from tasks.train import serve, train
+from tasks.train import process, publish, serve, train
 
 Value = TypeVar("Value")
 Seconds = Mapping[str, float]

@@ -29,7 +29,7 @@ from marin_rl.storage.tables.stream import GroupStream
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.generate import sample
 from tasks.options import StageRunner, in_thread
-from tasks.process import collect, seal_taken, take
+from tasks.train import collect, seal_taken, take
 
 WORKER = "flow"  # of the flow's own claims: it goes on with them after a restart
 POLL_S = 0.2

@@ -47,7 +47,7 @@ from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect, rule_of
 from schemas import Malformed
 from schemas.manifests import Manifest, open_sealed_json
-from tasks.process import prune_old
+from tasks.train import prune_old
 
 GREW_MB_MAX = 1500  # of a process that has all libraries of reading; a bomb takes 4,000 and more
 QUICK = 6

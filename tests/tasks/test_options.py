@@ -16,8 +16,7 @@ from marin_rl.storage.runs import Run, checkpoint_slot, latest_checkpoint
 from marin_rl.types import SlotRef
 from tasks.generate import evaluate, generate, seal
 from tasks.options import as_state, in_thread, is_transient, open_run
-from tasks.process import process, publish
-from tasks.train import begin, fine_tune, serve, train
+from tasks.train import begin, fine_tune, process, publish, serve, train
 
 STAGES = (begin, evaluate, fine_tune, generate, process, publish, seal, serve, train)
 
