@@ -10,7 +10,9 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "docs/notebooks"
 # In this order: a later one reads the run that the first one trains.
-NOTEBOOKS = ("training.ipynb", "reading.ipynb", "own-loop.ipynb", "sampling.ipynb")
+NOTEBOOKS = (
+    "training.ipynb", "reading.ipynb", "learning.ipynb", "own-loop.ipynb", "sampling.ipynb"
+)  # fmt: skip
 CELL_TIMEOUT_S = 500
 
 
