@@ -94,11 +94,13 @@ class Packing(NamedTuple):
     `packed_rows`: with several sequences, so that most of a row is out of most of its tokens'
     sight. Without it a row is one sequence, followed by padding: attention on a GPU counts on that,
     and a backend refuses other rows. `shared_prompts`: a segment that begins at a position
-    above 0 continues the last segment before it that begins at 0.
+    above 0 continues the last segment before it that begins at 0. `chunks` are what the rows of a
+    small microbatch are cut into, where only one of so many tokens is trained on.
     """
 
     packed_rows: bool = False
     shared_prompts: bool = False
+    chunks: int = 1
 
 
 ALONE = Packing()
@@ -219,7 +221,7 @@ def _scored(
     # program is the same as on a single device.
     sizes = jax.sharding.get_abstract_mesh().shape
     axes = tuple(axis for axis in physical_axis_name("batch") or () if sizes.get(axis, 1) > 1)
-    spread = Spread(axes, context_size(), token_ids_BT.shape[1])
+    spread = Spread(axes, context_size(), token_ids_BT.shape[1], packing.chunks)
     # Flat, so that chunks run on over the ends of rows and only the last one has to be filled up.
     flat: Any = _scores_where(
         states_BTE if spread.context > 1 else states_BTE.reshape(-1, states_BTE.shape[-1]),
@@ -342,12 +344,14 @@ def _tail_scores(
 class Spread(NamedTuple):
     """Layout of rows on a mesh: the axes that they are spread over, and devices that share one.
 
-    Rows have `length` positions; those that `context` devices share are in pieces.
+    Rows have `length` positions; those that `context` devices share are in pieces. See `Packing`
+    for `chunks`.
     """
 
     rows: tuple[str, ...]
     context: int
     length: int
+    chunks: int
 
     @property
     def states(self) -> PartitionSpec:
@@ -405,7 +409,7 @@ def _scores_where(
         tail: _Tail, states: Array, targets_N: Array, sources_N: Array, mask_N: Array
     ) -> tuple[Array, ...]:
         states_NE, sources_N, mask_N = _own(spread, states, sources_N, mask_N)
-        order_N, chunks, chunk = _masked_first(mask_N, spread.axes)
+        order_N, chunks, chunk = _masked_first(mask_N, spread)
 
         def body(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             rows = jax.lax.dynamic_slice_in_dim(order_N, index * chunk, chunk)
@@ -444,15 +448,16 @@ def _on_each_device(run: Callable[..., Any], spread: Spread, results: Any) -> Ca
     return spread_out
 
 
-def _masked_first(mask_N: Bool[Array, " N"], axes: tuple[str, ...]) -> tuple[Array, Array, int]:
+def _masked_first(mask_N: Bool[Array, " N"], spread: Spread) -> tuple[Array, Array, int]:
     """An order that puts masked entries first, the number of chunks they fill, and its size.
 
     The number is the largest of all devices: what a tensor axis exchanges within a chunk
     needs all devices, and one that is done sooner would only wait.
     """
-    size = mask_N.shape[0]
+    size, axes = mask_N.shape[0], spread.axes
     on_gpu = jax.default_backend() == "gpu"
-    chunk = min(TOKENS_PER_CHUNK_GPU if on_gpu else TOKENS_PER_CHUNK, size)
+    most = TOKENS_PER_CHUNK_GPU if on_gpu else TOKENS_PER_CHUNK
+    chunk = min(most, -(-size // spread.chunks))
     # Stable, so that only the mask decides the order in which gradients are summed.
     order_N = jnp.argsort(~mask_N, stable=True).astype(jnp.int32)
     # The last chunk is filled up with an index past the end: reads give 0, writes are dropped.
@@ -523,7 +528,7 @@ def _scores_backward(
     ) -> tuple[Array, list[Array], list[Array]]:
         leaves, trained = tail
         states_NE, sources_N, mask_N = _own(spread, states, sources_N, mask_N)
-        order_N, chunks, chunk = _masked_first(mask_N, spread.axes)
+        order_N, chunks, chunk = _masked_first(mask_N, spread)
         # The forward pass returned a constant 0 off the mask: no gradient may pass there.
         by_scores_N = tuple(jnp.where(mask_N, gradient, 0.0) for gradient in gradients)
 

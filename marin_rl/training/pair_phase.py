@@ -269,7 +269,8 @@ def preference_step(config: Config) -> StepSettings:
     return StepSettings(
         objective=None,
         preference=settings.loss,
-        packing=packing_of("shared_prompt"),
+        # A pair's answers are about half of its row, or less.
+        packing=packing_of("shared_prompt")._replace(chunks=2),
         compute_dtype=config.policy.compute_dtype,
         load_balance_coefficient=config.training.load_balance_coefficient or 0.0,
     )
