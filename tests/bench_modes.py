@@ -92,6 +92,10 @@ MODES = {
         command=("preference.py", "--pairs", "4", "--words", "2", "--step", "2"),
         shows=('"side": "ours"', '"loss"'),
     ),
+    "distillation": Mode(
+        command=("distillation.py", "--rows", "2", "--completion", "8", "--repeat", "1"),
+        shows=("with its 64 likeliest tokens: ", "with all tokens: ", "% of a step"),
+    ),
     "engine-peers": Mode(
         command=(*ENGINE, "--peers", "--cores", "1", "--only", "ours,levanter"),
         shows=("levanter", "tokens_per_cpu_second"),
