@@ -50,7 +50,7 @@ demo-llm: $(REAL_MODEL)/.converted ## Teach a real model of 135M parameters sums
 	$(BIN)/marin-rl run marin_rl/templates/$(DEMO)/$(DEMO).yaml --root runs --set policy.hf_path=$(REAL_MODEL)
 	@printf '  marin-rl %s\n' 'export $(DEMO) --hf models/$(DEMO)' 'export $(DEMO) --gguf models/$(DEMO).gguf' 'serve $(DEMO)'
 
-# A room of tests at a time, of slow ones a file: what they share is made once (tests/conftest.py).
+# A room of tests at a time, a file of slow ones and outside of rooms (tests/conftest.py, `UNITS`).
 # Three processes on two cores: a quarter of the time a test waits, for a server, a lock or a process.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
