@@ -3,8 +3,9 @@
     python bench/scaling.py                         # 1, 2 and 4 processes share 4 CPU devices
     python bench/scaling.py --paper --row 8192
 
-Measured are seconds of training a round after the first, of the same rounds; what several processes
-take longer than one with as many devices is communication, since the devices share the same cores.
+Measured are CPU seconds of all processes in a step, after the first, and the larger of their wall
+times. What several processes take more than one with as many devices is communication, since the
+devices share the same cores; on busy ones wall time is waiting for others, too.
 On paper, weights lie over all devices (`mesh.fsdp: -1`), each of which has a row at a time, with
 gradient checkpointing: weights are gathered twice in bfloat16, gradients summed once in float32,
 products at 40 % of the peak, and nothing overlaps. A host's devices hand on to one another what
@@ -12,26 +13,29 @@ their links to other hosts bring, so that the slower of the two bounds.
 """
 
 import argparse
+import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this checkout
 
+import jax
+import mfu
 from machine import print_head
 
-from marin_rl.storage.runs import Run
-from marin_rl.storage.tables.metrics import read_metrics
+from flows.server import free_port
+from marin_rl.config import MeshConfig
+from marin_rl.tokenizers import character_tokenizer
+from marin_rl.training.backend import DeviceBackend, Loss
+from marin_rl.training.compiled_step import policy_settings, to_fixed_shape
 
-DEVICES, ROUNDS, PEAK_SHARE = 4, 4, 0.4
-MODEL = "{hidden_size: 256, layers: 4, heads: 4, kv_heads: 4, intermediate_size: 1024}"
-CHANGES = (
-    f"policy.model={MODEL}", f"rounds={ROUNDS}", "mesh.fsdp=-1", "evaluation.every_rounds=100",
-    "rollouts.groups_per_round=4", "rollouts.group_size=8", "batching.sequences_per_step=8",
-    "training.microbatch_sequences=8", "objective.advantage=grpo",
+DEVICES, STEPS, PEAK_SHARE = 4, 20, 0.4
+WORK = argparse.Namespace(
+    model="tiny", dtype="float32", row=256, rows=16, microbatch=16, prompt=0.125, packing="none",
+    checkpointing=False,
 )  # fmt: skip
 # bfloat16 FLOP/s; devices of a host; GB/s of a device to others of its host, and to other hosts. Of
 # TPUs all are neighbours in a torus: both directions of one of its axes.
@@ -47,7 +51,11 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="compute")
     parser.add_argument("--row", type=int, default=8192, help="tokens of a row, on paper")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--as-process", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.as_process:
+        sys.stdout.write(json.dumps(train(*options.as_process)))
+        return
     print_head()
     if options.paper:
         counts = (8, 32, 128, 256)
@@ -56,12 +64,12 @@ def main() -> None:
             shares = (communication(kind, count, options.row) for count in counts)
             print(f"| {kind} |", *(f"{1 - share:.0%} |" for share in shares))
         return
-    print("| processes | devices of each | s a round | efficiency | communication |")
-    seconds = dict[int, float]()
+    print("| processes | devices of each | CPU s a step | s a step | communication |")
+    first = None
     for count in options.processes:
-        seconds[count] = round_s(count)
-        share = seconds[options.processes[0]] / seconds[count]
-        cells = count, DEVICES // count, f"{seconds[count]:.2f}", f"{share:.0%}", f"{1 - share:.0%}"
+        cpu_s, wall_s = step_s(count)
+        first = first or cpu_s
+        cells = count, DEVICES // count, f"{cpu_s:.2f}", f"{wall_s:.2f}", f"{1 - first / cpu_s:.0%}"
         print("|", *(f"{cell} |" for cell in cells), flush=True)
 
 
@@ -74,17 +82,37 @@ def communication(kind: str, count: int, tokens: int) -> float:
     return exchange_s / (exchange_s + compute_s)
 
 
-def round_s(count: int) -> float:
-    """Median of the seconds of training a round over `count` processes, without the first."""
-    with tempfile.TemporaryDirectory() as root:
-        devices = f"--devices-per-process={DEVICES // count}"
-        launch = [sys.executable, "-m", "marin_rl", "launch", "-n", str(count), devices]
-        changes = [f"--set={change}" for change in (*CHANGES, "run_id=scaling")]
-        words = [*launch, "run", "configs/debug.yaml", "--root", root, *changes]
-        variables = os.environ | {"JAX_PLATFORMS": "cpu"}
-        subprocess.run(words, check=True, env=variables, stdout=subprocess.DEVNULL)
-        metrics = read_metrics(Run.open(root, "scaling"), range(1, ROUNDS))
-        return statistics.median(metrics["timing_s/train"].to_pylist())
+def step_s(count: int) -> tuple[float, float]:
+    """CPU seconds of all of `count` processes, and wall seconds of the slowest, in a step."""
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--as-process", str(number), str(count), str(port)],
+            env=variables, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    told = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+    return sum(cpu_s for cpu_s, _ in told), max(wall_s for _, wall_s in told)
+
+
+def train(number: int, count: int, port: int) -> tuple[float, float]:
+    """CPU and wall seconds of this process in a step, all of which begin together."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, number, heartbeat_timeout_seconds=600)
+    config = mfu.config_of(WORK).model_copy(update={"mesh": MeshConfig(fsdp=-1)})
+    backend = DeviceBackend.of(config, character_tokenizer())
+    rows, loss = to_fixed_shape(mfu.batch_of(WORK), 16, 16), Loss(settings=policy_settings(config))
+    before = 0.0, 0.0
+    for step in range(STEPS + 1):
+        if step == 1:  # compiled
+            before = time.process_time(), time.perf_counter()
+        backend.forward_backward(rows, loss).result()
+        backend.optim_step().result()
+    return (time.process_time() - before[0]) / STEPS, (time.perf_counter() - before[1]) / STEPS
 
 
 if __name__ == "__main__":
