@@ -24,8 +24,8 @@ LOGITS_CHUNK = 256
 # More layers than this are scanned, and with gradient checkpointing all: `UNROLLED_LAYERS_MAX`.
 UNROLLED_LAYERS_MAX = 8
 # Bytes of an update by trained parameter, besides old parameters and moments, which are donated:
-# new parameters, gradients and 4.5 of its own.
-UPDATE_BYTES = 12.5
+# gradients, whose memory the new parameters take, and 4.5 of its own.
+UPDATE_BYTES = 8.5
 # 8-bit moments: values that share a scale, and the size of arrays that keep float32.
 BLOCK_MIN, BLOCK_MAX = 64, 256
 SIZE_MIN = 4096
@@ -154,13 +154,19 @@ class Architecture:
             # XLA sees all layers at once, and computes a fifth again where that is cheap.
             values = 0.8 * others * inside + 3 * self.layers * scores
         else:
-            values = (others + 1.2) * (inside + 2 * scores)
+            # Results of products; of one layer all.
+            values = others * (self._products(shards) + scores) + 1.2 * (inside + 2 * scores)
         return round(values * microbatch.tokens * bytes_per_value)
 
     def _inside(self, shards: int) -> int:
-        """Values of a token that a layer keeps, without its table of attention scores."""
+        """Values of a token in a layer, without its table of attention scores."""
         of_heads = 2 * (self.heads + self.kv_heads) * self.head_size
         return 10 * self.hidden_size + (of_heads + 6 * self.intermediate_size) // shards
+
+    def _products(self, shards: int) -> int:
+        """Those of them that are its input, or results of products and of attention."""
+        of_heads = 2 * (self.heads + self.kv_heads) * self.head_size
+        return 2 * self.hidden_size + (of_heads + 2 * self.intermediate_size) // shards
 
     def forward_bytes(self, rows: Rows, bytes_per_value: int, *, shards: int = 1) -> int:
         """Bytes of a forward pass besides its arguments: of a layer, and of a chunk of logits."""

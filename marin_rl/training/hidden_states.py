@@ -66,6 +66,14 @@ OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT],
     offload_src="device", offload_dst="pinned_host",
 )  # fmt: skip
+# Operations whose results cost less to make again than to keep. A sum is kept, in place of the
+# products that it is of: an adapter's layer has two.
+CHEAP = frozenset({
+    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "div", "erf", "exp",
+    "integer_pow", "logistic", "max", "min", "mul", "neg", "pow", "reduce_max", "reduce_sum",
+    "reshape", "rsqrt", "select_n", "slice", "sqrt", "square", "squeeze", "stop_gradient", "sub",
+    "tanh", "transpose",
+})  # fmt: skip
 # Attention of a layer of this kind over queries, keys, values and sinks, to [B, T, K, G, H].
 Attend = Callable[[LayerKind, Array, Array, Array, Array | None], Array]
 Turn = Callable[[Rope], Rotation]
@@ -262,15 +270,15 @@ def _through_layers(
 
 
 def _policy(layers: Layers, blocks: Blocks) -> Callable[..., Any] | None:
-    """Values that are kept of each layer for the backward pass: its input, or all that are `saved`.
+    """Values that are kept of each layer for the backward pass: its input, or those `saved`.
 
     A scan computes nothing forward that its backward pass could share.
     """
     shapes = {(), *(shape for a in blocks.arrays for shape in (a.shape, a.shape[1:]))}
 
-    def saved(_: Any, *operands: Any, **__: Any) -> bool:
-        """False for what is computed from weights alone: the backward pass reads these again."""
-        return not all(operand.shape in shapes for operand in operands)
+    def saved(primitive: Any, *operands: Any, **_: Any) -> bool:
+        """False for what is cheap, and what weights alone give: the backward pass reads these."""
+        return primitive.name not in CHEAP and any(o.shape not in shapes for o in operands)
 
     return {False: saved, True: None, "offload": OFFLOADED}[layers.recomputed]
 
