@@ -185,9 +185,13 @@ def compiled_apart(jitted: Any, name: str) -> Callable[..., Any]:
     return call
 
 
+# Freed blocks that are kept, and those of a process that trains a large model.
+KEPT_BYTES_MAX, KEPT_BYTES_MAX_LARGE, LARGE_BYTES_MIN = 1 << 30, 1 << 25, 1 << 28
+
+
 @cache
-def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed; True where that was done.
+def keep_freed_memory(kept_max: int = KEPT_BYTES_MAX) -> bool:
+    """Let the C library keep freed blocks below `kept_max` bytes; True where that was done.
 
     A training step on a CPU allocates and frees hundreds of megabytes. By default each such block
     is mapped afresh, and a fifth of the step's CPU time goes to the kernel's page faults.
@@ -195,7 +199,7 @@ def keep_freed_memory() -> bool:
     library = glibc()
     if library is None or jax.default_backend() != "cpu":
         return False
-    settings = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: _NEVER, M_TOP_PAD: 64 << 20}
+    settings = {M_MMAP_THRESHOLD: kept_max, M_TRIM_THRESHOLD: _NEVER, M_TOP_PAD: 64 << 20}
     accepted = [library.mallopt(name, value) for name, value in settings.items()]
     return all(accepted) and share_one_heap()
 
@@ -215,9 +219,13 @@ def set_matmul_precision(compute_dtype: DTypeLike) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def prepare_for_training() -> None:
+def prepare_for_training(parameters_bytes: int = 0) -> None:
+    """Set up this process to train a model of this size."""
     enable_compilation_cache()
-    keep_freed_memory()
+    # glibc finds no room for an aligned array in the gap that an equal one left: of large ones,
+    # whose faults are no share of a step, it would keep as much again as training needs.
+    large = parameters_bytes > LARGE_BYTES_MIN
+    keep_freed_memory(KEPT_BYTES_MAX_LARGE if large else KEPT_BYTES_MAX)
 
 
 @cache

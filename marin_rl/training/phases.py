@@ -45,7 +45,7 @@ class Phase:
     stage: ClassVar[Stage]
 
     def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, program: Program) -> None:
-        prepare_for_training()
+        prepare_for_training(nbytes(program.like.parameters))
         self._run, self._tokenizer, self._program = run, tokenizer, program
         self._names = TokenizerIdentity.of(tokenizer)
         self._source = PolicySource(run, tokenizer, program)
