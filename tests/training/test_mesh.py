@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,17 @@ def test_other_optimizers_shard_their_moments_as_parameters(single, tokenizer, o
     if optimizer == "adamw_offload":  # the numbers of AdamW
         for name, array in single[1][0].parameters.items():
             np.testing.assert_allclose(expected.parameters[name], array, atol=1e-6)
+
+
+def test_devices_without_memory_of_the_host_are_named(monkeypatch):
+    device = SimpleNamespace(
+        addressable_memories=lambda: [SimpleNamespace(kind="device")], device_kind="another"
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with pytest.raises(
+        ConfigError, match=r"adamw_offload needs .* pinned_host, found device of an"
+    ):
+        layout_of(MeshConfig(), "adamw_offload")
 
 
 @pytest.mark.slow
