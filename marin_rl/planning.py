@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from marin_rl.architecture import UPDATE_BYTES, Architecture, Base, Rows, moment_bytes
+from marin_rl.architecture import (
+    UPDATE_BYTES,
+    UPDATE_BYTES_8BIT,
+    Architecture,
+    Base,
+    Rows,
+    moment_bytes,
+)
 from marin_rl.config import Config, parse_config
 from marin_rl.config.training import MICROBATCH_PAIRS
 from marin_rl.errors import InputError
@@ -380,7 +387,9 @@ class StepMemory:
         shapes = list(_trained_shapes(config, architecture))
         trained = sum(map(math.prod, shapes))
         own, moments = learners * trained // held, learners * trained * OPTIMIZER_BYTES
+        of_update = UPDATE_BYTES
         if config.training.optimizer == "adamw_8bit":
+            of_update = UPDATE_BYTES_8BIT
             moments += sum(map(moment_bytes, shapes)) - trained * OPTIMIZER_BYTES
         base = _base_bytes(config, architecture, _value_bytes(config)) // held
         # XLA's CPU compiler keeps what is computed in bfloat16 as float32.
@@ -405,7 +414,7 @@ class StepMemory:
             resident -= moments // held
             passing = OPTIMIZER_BYTES * sum(math.prod(s) for s in shapes if len(s) < 3) // held
         passes = resident + lanes * (4 * own + learners * backward)
-        update = resident + passing + round(UPDATE_BYTES * own) + 4 * own * (lanes - 1)
+        update = resident + passing + round(of_update * own) + 4 * own * (lanes - 1)
         scoring = 0
         if (teacher := _teacher_of(config)) is not None:
             beside, length = config.rollout_teacher is None, config.policy.context_length

@@ -341,16 +341,14 @@ def make_update(
     """Return the jitted update of a state by gradients and the loss that they are of.
 
     The new state is where the shardings of `like` say. The state's `optimizer` and `critic` are
-    donated, and so are the policy's gradients, whose memory the new parameters take. An update is
-    refused where loss or gradients are not finite. Gradients of only the critic leave the policy as
-    it is.
+    donated. An update is refused where loss or gradients are not finite. Gradients of only the
+    critic leave the policy as it is.
     """
 
     def update(
         parameters: Parameters,
         moments: Any,
         critic_state: Any,
-        summed: Parameters | None,
         others: Any,
         parts: Gradients,
         loss: Array,
@@ -358,8 +356,6 @@ def make_update(
         # In the program that uses them, and in the order of the lanes: the last bits of a sum
         # depend on it.
         state = TrainState(parameters, moments, *others, critic=critic_state)
-        if summed is not None:
-            parts = parts[0]._replace(policy=summed), *parts[1:]
         gradients = sum_ranges(parts)
         warming = gradients.policy is None
         metrics: Metrics = {
@@ -388,22 +384,14 @@ def make_update(
     where = None
     if like is not None:
         where = jax.tree.map(lambda leaf: leaf.sharding, like), like.step.sharding
-    jitted = jax.jit(update, donate_argnums=(1, 2, 3), out_shardings=where)
+    jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=where)
     jitted = compiled_apart(jitted, "the update")
 
     def run(
         state: TrainState, gradients: Gradients, loss: Float[Any, ""]
     ) -> tuple[TrainState, Metrics]:
         parameters, moments, *others, critic_state = state
-        first, *more = gradients
-        summed = first.policy
-        # An adapter may be of another dtype than its gradients, which no array of it fits.
-        if summed and all(array.dtype == parameters[name].dtype for name, array in summed.items()):
-            first = first._replace(policy=None)
-        else:
-            summed = None
-        state_parts = parameters, moments, critic_state, summed, tuple(others)
-        return jitted(*state_parts, [first, *more], loss)
+        return jitted(parameters, moments, critic_state, tuple(others), gradients, loss)
 
     return run
 

@@ -103,8 +103,7 @@ def step_bytes(config: Config, rows: int, length: int) -> int:
     trainable = TrainableParams(dict(state.parameters))
     others = (state.step, state.rng, state.refused, state.average)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    gradients = trainable._replace(policy=None)
-    updated = state.parameters, state.optimizer, None, trainable.policy, others, [gradients], loss
+    updated = state.parameters, state.optimizer, None, others, [trainable], loss
     with program.layout.active():
         passes = bytes_of(
             jitted(program.forward_backward(program.settings)._gather),
