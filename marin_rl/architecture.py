@@ -24,8 +24,8 @@ LOGITS_CHUNK = 256
 # More layers than this are scanned, and with gradient checkpointing all: `UNROLLED_LAYERS_MAX`.
 UNROLLED_LAYERS_MAX = 8
 # Bytes of an update by trained parameter, besides old parameters and moments, which are donated:
-# new parameters, gradients and 4.5 of its own, or 9 where moments of 8 bits become float32.
-UPDATE_BYTES, UPDATE_BYTES_8BIT = 12.5, 17.0
+# new parameters and gradients, and 7.5 where moments of 8 bits become float32.
+UPDATE_BYTES, UPDATE_BYTES_8BIT = 8.0, 15.5
 # 8-bit moments: values that share a scale, and the size of arrays that keep float32.
 BLOCK_MIN, BLOCK_MAX = 64, 256
 SIZE_MIN = 4096

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -379,21 +380,67 @@ def make_update(
         metrics["updates/steps"] = state.step
         return state, metrics
 
+    return _in_turn(update, like)
+
+
+def _in_turn(update: Callable[..., tuple[TrainState, Metrics]], like: TrainState | None) -> Update:
+    """Jit an update as a program for each array's results.
+
+    Of one, XLA copies moments that others are still to be made of: 5 bytes a parameter.
+    """
+
+    def moved(*given: Any) -> tuple[TrainState, Metrics]:
+        state, metrics = update(*given)
+        return state._replace(optimizer=None, critic=None), metrics
+
+    def squared(own: Any, beside: Any, parameters: Parameters, *given: Any) -> Any:
+        state, _ = update(parameters, eqx.combine(own, beside), *given)
+        return _by_moment(state.optimizer)[0]
+
+    def averaged(own: Any, critic_state: Any, beside: Any, parameters: Any, *given: Any) -> Any:
+        state, _ = update(parameters, eqx.combine(own, beside), critic_state, *given)
+        return _by_moment(state.optimizer)[1], state.critic
+
     # Donation is by argument, so the state is passed in parts: moments and critic are donated,
     # parameters are not, for the engine may be sampling from these arrays.
-    where = None
+    where, of_squares, of_averages = None, None, None
     if like is not None:
-        where = jax.tree.map(lambda leaf: leaf.sharding, like), like.step.sharding
-    jitted = jax.jit(update, donate_argnums=(1, 2), out_shardings=where)
-    jitted = compiled_apart(jitted, "the update")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+        where = shardings._replace(optimizer=None, critic=None), like.step.sharding
+        of_squares, averages = _by_moment(shardings.optimizer)
+        of_averages = averages, shardings.critic
+    programs = (
+        jax.jit(moved, out_shardings=where),
+        jax.jit(squared, donate_argnums=0, out_shardings=of_squares),
+        jax.jit(averaged, donate_argnums=(0, 1), out_shardings=of_averages),
+    )
+    move, square, average = (compiled_apart(each, "the update") for each in programs)
 
     def run(
         state: TrainState, gradients: Gradients, loss: Float[Any, ""]
     ) -> tuple[TrainState, Metrics]:
         parameters, moments, *others, critic_state = state
-        return jitted(parameters, moments, critic_state, tuple(others), gradients, loss)
+        given = tuple(others), gradients, loss
+        state, metrics = move(parameters, moments, critic_state, *given)
+        squares, averages = _by_moment(moments)
+        squares = square(squares, averages, parameters, critic_state, *given)
+        averages, critic_state = average(averages, critic_state, squares, parameters, *given)
+        moments = eqx.combine(squares, averages)
+        return state._replace(optimizer=moments, critic=critic_state), metrics
 
     return run
+
+
+def _by_moment(moments: Any) -> tuple[Any, Any]:
+    """Second moments of an optimizer's state, and the rest, with None in the place of the others.
+
+    Of AdamW neither is made of the other.
+    """
+
+    def is_second(path: Any, _: Any) -> bool:
+        return ".nu" in jax.tree_util.keystr(path)
+
+    return eqx.partition(moments, jax.tree_util.tree_map_with_path(is_second, moments))
 
 
 def updated_state(

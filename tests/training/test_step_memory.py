@@ -27,8 +27,8 @@ from marin_rl.training.compiled_step import CompiledStep, policy_settings
 from marin_rl.training.model import parameter_structs
 from marin_rl.training.optimizer import policy_adamw
 from marin_rl.training.state import template_of
-from marin_rl.training.step import TEACHER, MicrobatchRange
-from marin_rl.training.step_types import StepArrays, TrainableParams
+from marin_rl.training.step import TEACHER, MicrobatchRange, _by_moment
+from marin_rl.training.step_types import StepArrays, TrainableParams, TrainState
 
 DEBUG = Path(__file__).parents[2] / "configs/debug.yaml"
 FIELDS = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
@@ -103,15 +103,28 @@ def step_bytes(config: Config, rows: int, length: int) -> int:
     trainable = TrainableParams(dict(state.parameters))
     others = (state.step, state.rng, state.refused, state.average)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    updated = state.parameters, state.optimizer, None, others, [trainable], loss
+    given = others, [trainable], loss
     with program.layout.active():
         passes = bytes_of(
             jitted(program.forward_backward(program.settings)._gather),
             trainable, frozen, None, arrays, MicrobatchRange.of(0, 1, 1),
         )  # fmt: skip
-        update = bytes_of(jitted(program.update), *updated)
+        update = update_bytes(program, state, given)
     moments, base = _bytes(state.optimizer), _bytes(frozen)
     return max(passes + moments, update + base)
+
+
+def update_bytes(program: CompiledStep, state: TrainState, given: Sequence[Any]) -> int:
+    """The most of an update's programs, with the parts of the state that wait for the next one."""
+    programs = inspect.getclosurevars(inspect.unwrap(program.update)).nonlocals
+    squares, averages = _by_moment(state.optimizer)
+    moved = state.parameters, state.optimizer, None, *given
+    moving = bytes_of(jitted(programs["move"]), *moved)
+    square = jitted(programs["square"])
+    arguments = squares, averages, state.parameters, None, *given
+    temporary = square.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    old_and_new = 2 * _bytes(state.parameters)
+    return max(moving, old_and_new + _bytes(state.optimizer) + _bytes(given) + temporary)
 
 
 def _bytes(tree: Any) -> int:
