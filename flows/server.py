@@ -309,10 +309,15 @@ def _environment(spare: str) -> dict[str, str]:
 
 
 def _wait_until_healthy(process: Popen[bytes], url: str, log: IO[bytes]) -> None:
-    """Wait for the server's first answer. Raises RuntimeError with its log where none comes."""
+    """Wait for the server's first answer, or until it is killed, which its connection reports.
+
+    Raises RuntimeError with its log where it ends by itself, or none comes.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     while not healthy(url):
         code = process.poll()
+        if code is not None and code < 0:
+            return
         if code is not None or time.monotonic() > deadline:
             log.seek(0)
             shown = log.read().decode(errors="replace")[-LOG_SHOWN:]
