@@ -29,6 +29,7 @@ FINISH_S = 60.0  # from the end of a call in process 0 to its end in the others
 LEAVE_S = 10.0  # from a signal to a process, or the end of process 0, to its exit
 END, CALL = "end", "call"
 HERE = "127.0.0.1"
+AGAIN = "all end, and the same command goes on from what is committed"
 
 T = TypeVar("T")
 
@@ -116,10 +117,7 @@ class Processes:
         if of_others or (going_on and getattr(error, "transient", False)):
             lost = [f"process {number} has ended or works on" for number in going_on]
             told = "; ".join(filter(None, [*lost, failed]))
-            raise ProcessLost(
-                f"{told}; process 0: {_text(error)}; all end, and the same command goes on from "
-                "what is committed"
-            ) from error
+            raise ProcessLost(f"{told}; process 0: {_text(error)}; {AGAIN}") from error
         raise error
 
     def _failed(self) -> str:

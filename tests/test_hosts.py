@@ -332,15 +332,12 @@ def test_a_signal_ends_all_as_it_ends_one(
 
 def by_hand(
     config: Path, environment: Mapping[str, str], root: Path, second: Mapping[str, Any]
-) -> list[tuple[int, str]]:
-    """Exit code and output of two processes, started one by one; `second` says what 1 differs in.
+) -> list["subprocess.Popen[str]"]:
+    """Two processes, started one by one; `second` says what 1 differs in.
 
     That is `words` of its command, `environment`, or `Popen`'s `cwd` or `preexec_fn`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
-    started = list[subprocess.Popen[str]]()
+    place, started = f"127.0.0.1:{free_port()}", list[subprocess.Popen[str]]()
     for number, own in enumerate((dict[str, Any](), dict(second))):
         words = [*COMMAND, "run", str(config), "--root", str(root), *own.pop("words", ())]
         of_all = {COORDINATOR: place, PROCESSES: "2", PROCESS_ID: f"{number}"}
@@ -348,8 +345,34 @@ def by_hand(
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         own = {"cwd": config.parent, **own}
         started.append(subprocess.Popen(words, env=variables, text=True, **pipes, **own))
+    return started
+
+
+def ends(started: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
     said = [process.communicate(timeout=300)[0] for process in started]
     return [(p.returncode, " ".join(text.split())) for p, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.parametrize("moment", [checkpoint_slot(0), batches_slot(0)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_without_a_parent_ends_with_a_sentence_on_the_lost_one(
+    victim: int, moment: str, config: Path, environment: Any, tmp_path: Path
+):
+    quiet = {name: text for name, text in environment.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    started = by_hand(config, quiet, tmp_path, {})
+    while not (tmp_path / "hosts" / moment).exists():
+        assert all(process.poll() is None for process in started), ends(started)
+        time.sleep(0.001)
+    started[victim].kill()
+    started[1 - victim].wait(END_S)
+    code, said = ends(started)[1 - victim]
+    told = said.rpartition("ProcessLost: ")[2]
+    assert (code, told.startswith(f"process {victim} has ended")) == (1, True), said
+    assert told.endswith("all end, and the same command goes on from what is committed")
+    assert "coordination" not in said  # as the trace of C++ has it
+    if victim == 0:
+        assert said == f"ProcessLost: {told}"
 
 
 def changed_copy(folder: Path) -> Path:
@@ -403,7 +426,7 @@ def test_a_process_that_differs_is_named(
         config.write_text(text)
         (tmp_path / "prompts.jsonl").write_text('{"prompt": "another"}\n{"prompt": "one"}\n')
         second = {"cwd": tmp_path}
-    (code, said), other = by_hand(config, environment, tmp_path / "runs", second)
+    (code, said), other = ends(by_hand(config, environment, tmp_path / "runs", second))
     assert not [words for words in expected if words not in said], said
     assert (code, other) == (2, (2, ""))
     assert not list((tmp_path / "runs").glob("hosts/*"))
@@ -417,7 +440,7 @@ def test_a_process_that_cannot_write_is_named_and_the_same_command_goes_on(
 
     own = {"preexec_fn": limited, "environment": {"MARIN_RL_COMPILATION_CACHE": ""}}
     two = {**environment, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    (code, said), (other, quiet) = by_hand(config, two, tmp_path, own)
+    (code, said), (other, quiet) = ends(by_hand(config, two, tmp_path, own))
     assert (code, other) == (1, 1)
     assert "ProcessLost: process 1: StorageError: cannot write" in said
     assert "arrays-00001-00000.safetensors: the file would be larger than" in said

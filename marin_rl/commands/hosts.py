@@ -5,6 +5,7 @@ the calls of process 0 until that one ends. What processes say to one another me
 `marin_rl.processes`; `launch` starts several on one machine.
 """
 
+import ctypes
 import hashlib
 import os
 import secrets
@@ -14,8 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +26,9 @@ import typer
 from marin_rl.commands.options import err, report
 from marin_rl.config import Config, DistributedConfig
 from marin_rl.config.files import paths_in
-from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
+from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError, ProcessLost
 from marin_rl.machine import LOOPBACK, computes_on_host
-from marin_rl.processes import POLL_S, Processes, begun, join, own_address
+from marin_rl.processes import AGAIN, POLL_S, Processes, begun, join, joined, own_address
 
 COORDINATOR, PROCESSES = "MARIN_RL_COORDINATOR", "MARIN_RL_PROCESSES"
 PROCESS_ID = "MARIN_RL_PROCESS_ID"
@@ -36,6 +38,10 @@ HEARTBEAT_S, SHUTDOWN_S = 45, 10
 LEFT_S = 1  # from what others say last to their end, before which JAX would abort them aloud
 NAMED_MAX = 5  # differences between two processes that an error names
 COMPARED_BYTES = 2**24  # of each file that a configuration names
+
+_leaving = threading.Lock()
+_codes = list[int]()  # of this process's end, once it has told of it
+_handlers = list[Any]()  # of std::terminate: ours, and the one before
 
 
 @contextmanager
@@ -63,7 +69,7 @@ def on_all_processes(config: Config) -> Iterator[None]:
         _refuse(config)
         yield
     except BaseException as error:  # noqa: BLE001 - a thread may wait for a dead process's devices
-        code = _code_of(error)
+        _codes.append(code := _code_of(error))
         processes.end(code)
         time.sleep(LEFT_S)
         _leave(code)
@@ -108,7 +114,10 @@ def _joined(settings: DistributedConfig) -> Processes:
         _check_port(place)
     import jax
     from jax._src import distributed
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] - it is compiled
 
+    _call_on_bad_cast(_leave_lost)
+    jax.config.update("jax_enable_preemption_service", False)  # it complains of a dead process 0
     if computes_on_host():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _silence_gloo()
@@ -127,6 +136,9 @@ def _joined(settings: DistributedConfig) -> Processes:
     threading.Thread(
         target=_give_up, args=(came, settings.timeout_s, text), name="joining", daemon=True
     ).start()
+    # JAX's own function hands on no callback.
+    client = _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_client = partial(client, missed_heartbeat_callback=_leave_lost)
     try:
         jax.distributed.initialize(
             place,
@@ -144,6 +156,7 @@ def _joined(settings: DistributedConfig) -> Processes:
             "and .process_id, or start it where JAX detects them"
         ) from None
     finally:
+        _jax.get_distributed_runtime_client = client
         came.set()
     state = distributed.global_state
     assert state.client is not None, "it has joined"
@@ -216,9 +229,11 @@ def _follow(processes: Processes) -> NoReturn:
     code = 1
     try:
         processes.leave_signals_to_first()
-        code = processes.follow(perform)
+        _codes.append(code := processes.follow(perform))
         if code == 0:
             jax.distributed.shutdown()
+    except jax.errors.JaxRuntimeError:  # of the store, which process 0 has
+        _leave_lost()
     except BaseException as error:  # noqa: BLE001 - it ends this process, and so all
         traceback.print_exception(error)
     _leave(code)
@@ -332,6 +347,37 @@ def _code_of(error: BaseException) -> int:
         return error.exit_code
     traceback.print_exception(error)
     return 1
+
+
+def _call_on_bad_cast(work: Callable[[], None]) -> None:
+    """Have a std::bad_cast that nothing catches call `work`, in place of an abort.
+
+    JAX 0.10 raises it where it is to call Python at the loss of another process, with a status of
+    C++ for which Python has no type.
+    """
+    handler_type = ctypes.CFUNCTYPE(None)
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+    except OSError:  # a system with another C++ library, which aborts
+        return
+    library.__cxa_current_exception_type.restype = ctypes.POINTER(ctypes.c_char_p)
+    library._ZSt13set_terminatePFvvE.restype = handler_type
+
+    def terminated() -> None:
+        kind = library.__cxa_current_exception_type()  # its second word is the type's name
+        work() if kind and kind[1] == b"St8bad_cast" else _handlers[1]()
+
+    _handlers.append(handler_type(terminated))
+    _handlers.append(library._ZSt13set_terminatePFvvE(_handlers[0]))
+
+
+def _leave_lost(*_: Any) -> NoReturn:
+    """End at the loss of another process, which several threads may notice."""
+    _leaving.acquire()
+    known = joined()
+    other = f"process {1 - known.number}" if known and known.count == 2 else "another process"
+    error = ProcessLost(f"{other} has ended, or is out of reach: {AGAIN}")
+    _leave(_codes[0] if _codes else report(error))
 
 
 def _leave(code: int) -> NoReturn:
