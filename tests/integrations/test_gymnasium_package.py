@@ -1,15 +1,11 @@
 """Environments of gymnasium by its package, in an interpreter of its own."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from integrations.libraries import interpreter_with
 from integrations.library_runs import check_trained, configuration, following, played, texts
 
-from marin_rl import run
-from marin_rl.config import load_config
 from marin_rl.environments.checks import make_environment
 from marin_rl.errors import ConfigError, InputError
 
@@ -86,40 +82,3 @@ def test_names_that_gymnasium_lacks_are_refused(tmp_path: Path, python: Path):
 def test_a_round_is_trained_in_it(tmp_path: Path, python: Path):
     config = configuration(tmp_path, python, "gymnasium", id="FrozenLake-v1")
     check_trained("gymnasium", config)
-
-
-RANDOM_GAMES = """import json
-
-import gymnasium
-
-lake = gymnasium.make("FrozenLake-v1", is_slippery=False)
-lake.action_space.seed(0)
-for game in range(300):
-    field, _ = lake.reset(seed=game)
-    messages, done = [], False
-    while not done and len(messages) < 20:
-        action = int(lake.action_space.sample())
-        messages.append({"role": "user", "content": str(field)})
-        messages.append({"role": "assistant", "content": "ldru"[action]})
-        print(json.dumps({"messages": messages}))
-        field, _, done, _, _ = lake.step(action)
-"""
-
-
-def test_a_lake_is_learned_after_random_games(tmp_path: Path, python: Path):
-    lake = yaml.safe_load(Path(__file__).with_name("lake.yaml").read_text())
-    with (tmp_path / "moves.jsonl").open("wb") as file:
-        subprocess.run([python, "-c", RANDOM_GAMES], stdout=file, check=True, timeout=300)
-    lake |= {"root": str(tmp_path / "runs")}
-    lake["environment"]["options"]["python"] = str(python)
-    lake["sft"]["environment"]["options"]["path"] = str(tmp_path / "moves.jsonl")
-    (tmp_path / "lake.yaml").write_text(yaml.safe_dump(lake))
-    rewards = []
-    with run(load_config(tmp_path / "lake.yaml")) as training:
-        for committed in training:
-            rewards.append(committed.metrics["reward"])
-            if rewards[-1] > 0.15:
-                break
-    print(f"gymnasium: mean rewards {rewards}")
-    assert rewards[0] < 0.05
-    assert rewards[-1] > 0.15

@@ -190,21 +190,6 @@ def test_a_server_that_is_gone_is_named():
         run(played(environment))
 
 
-@pytest.mark.parametrize(
-    ("hello", "words"),
-    [
-        ('{"type": "hello", "version": 3}', "expected a message of type observation, as"),
-        ("hello", "answered reset with what is no JSON"),
-    ],
-)
-def test_a_server_that_speaks_another_protocol_is_named(hello: str, words: str):
-    with openenv_server(hello=hello) as server:
-        environment = environment_at(server.url)
-        with pytest.raises(RewardFault, match=words):
-            run(played(environment))
-        assert server.live == 0
-
-
 @pytest.mark.slow
 def test_waiting_for_room_takes_no_time_of_a_step(tmp_path: Path):
     """A session is free later than a step may take, where a function of the user has a process."""
@@ -236,11 +221,6 @@ def test_waiting_for_room_takes_no_time_of_a_step(tmp_path: Path):
 
 
 def test_another_server_is_refused():
-    with (
-        openenv_server(action=[]) as server,
-        pytest.raises(InputError, match="has no schema of an action"),
-    ):
-        environment_at(server.url)
     with openenv_server() as server, openenv_server(action=NUMBER) as other:
         with pytest.raises(ConfigError, match="expected servers of one environment"):
             environment_at([server.url, other.url])

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from integrations.libraries import interpreter_with, site_packages
 from integrations.library_runs import configuration
-from support.scripted_policies import call, record
+from support.scripted_policies import record
 
-from marin_rl import run, scan_rollouts
 from marin_rl.config import Config
 from marin_rl.environments.tool_class import ToolClass, ToolOptions
 from marin_rl.integrations.exchange import export_rollouts
-from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -108,33 +106,6 @@ def test_its_reward_functions_score_its_rows_and_it_reads_what_is_exported(tmp_p
         del tool["function"]["return"]  # templates of models show it to no model
     assert seen["tools"] == shop_tools()
     assert len(seen["tools"]) == 2
-
-
-def test_a_round_is_trained_on_its_reward_functions(tmp_path, request):
-    _, config = scored_by_trl(tmp_path, request)
-    with run(config) as training:
-        (trained,) = training
-    assert trained.metrics["completions/mean_length"] > 0
-    rollouts = scan_rollouts(config.root).collect()
-    assert rollouts["reward"].to_list() == [0.0] * 6
-
-
-def test_a_class_of_tools_plays_episodes(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(SHOP)
-    config = configuration(tmp_path, None, "shop.py:Shop")
-
-    def script(messages: Sequence[Message], member: int) -> str:
-        if len(messages) > 1:
-            return "done"
-        return (call("buy", item="apple"), call("buy", item="plum"), "nothing")[member]
-
-    recorded, groups = record(config, script)
-    assert replay_rollouts(recorded, 0).equal
-    for group in groups:
-        assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
-        assert [turn.content for turn in group.rollouts[0].turns if turn.role == "tool"] == [
-            "spent 2"
-        ]
 
 
 def shop_tools() -> list[Any]:

@@ -3,19 +3,14 @@
 import asyncio
 import json
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from integrations.libraries import interpreter_with, site_packages
-from integrations.library_runs import configuration as tiny_run
+from integrations.libraries import interpreter_with
 from integrations.test_verl import WAYS, configuration, scripted
 from support.scripted_policies import record
 
-from marin_rl import run, scan_rollouts
 from marin_rl.config import Config
 from marin_rl.environments.base import reward_of
 from marin_rl.environments.checks import environment_of
@@ -24,7 +19,6 @@ from marin_rl.errors import MarinRLError
 from marin_rl.integrations.exchange import export_rollouts
 from marin_rl.integrations.verl import export_verl
 from marin_rl.rollouts.replay import replay_rollouts
-from marin_rl.types import Message
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -137,54 +131,3 @@ def test_verl_scores_by_its_own_function_as_we_do(request, tmp_path):
     assert "episodes" not in seen  # one turn each: verl's own loop samples them
     recorded, _ = record(config, lambda messages, member: COMPLETIONS[member % 3])
     assert replay_rollouts(recorded, 0).equal
-
-
-# verl's own scorer of GSM8K, without the package around it, which imports Ray and PyTorch.
-GSM8K = """
-import importlib.util
-
-spec = importlib.util.spec_from_file_location("gsm8k", {place!r})
-gsm8k = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gsm8k)
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    assert data_source == "openai/gsm8k"
-    return gsm8k.compute_score(solution_str, ground_truth)
-"""
-
-
-def test_a_round_is_trained_on_its_rows_and_its_scorer(request, tmp_path):
-    libraries = Path(request.config.cache.mkdir("libraries"))
-    python = interpreter_with(libraries / "verl", *PACKAGES)
-    scorer = site_packages(python) / "verl/utils/reward_score/gsm8k.py"
-    (tmp_path / "score.py").write_text(GSM8K.format(place=str(scorer)))
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
-            "extra_info": {"split": "train", "index": n},
-        }
-        for n in range(20)
-    ]
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, tmp_path / "train.parquet")
-    options = {"path": str(tmp_path / "train.parquet"), "reward": "score.py:compute_score"}
-    config = tiny_run(tmp_path, None, "chat", **options)
-
-    def script(messages: Sequence[Message], member: int) -> str:
-        a = int(messages[0].content.split()[2])
-        return (f"#### {a + 1}", f"#### {a}", str(a + 1))[member]
-
-    recorded, groups = record(config, script)
-    assert replay_rollouts(recorded, 0).equal
-    for group in groups:
-        assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
-    trained = config.model_copy(update={"run_id": "trained"})
-    with run(trained) as training:
-        (committed,) = training
-    assert committed.metrics["completions/mean_length"] > 0
-    rollouts = scan_rollouts(config.root, "trained").collect()
-    assert rollouts["reward"].to_list() == [0.0] * 6

@@ -410,87 +410,10 @@ NEW = st.lists(st.tuples(st.sampled_from(["user", "user", "tool"]), ODD), min_si
 )
 def test_a_bridge_is_what_the_template_renders_or_none(name, first, exchanges):
     template, expected = HOSTILE[name]
-    exact = check_bridges(
-        template,
-        ENDS.get(name, "<|im_end|>"),
-        first,
-        exchanges,
-        # of itself the template changes from one microsecond to the next
-        is_fixed=name != "dates messages",
-    )
-    assert not any(exact) or expected != "never"
-    assert all(exact) or expected != "exact"
-
-
-PREFIXES = (
-    "",
-    "{{ bos_token }}",
-    "{{ messages|length }}",
-    "{{ messages[-1].role }}",
-    "{{ messages[0].content|length }}",
-    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}",
-    "{% set messages = messages[-3:] %}",
-    "{% if messages[0].role == 'system' %}{{ messages[0].content }}"
-    "{% set messages = messages[1:] %}{% endif %}",
-)
-CONTENTS = (
-    "{{ m.content }}",
-    "{{ m.content|trim }}",
-    "{{ m.content|upper }}",
-    "{{ m.content if loop.last else '' }}",
-    "{{ m.content.split('</think>')[-1] }}",
-    "{{ m.content if m.role != 'tool' else '[' ~ m.content ~ ']' }}",
-    "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}",
-    "{{ loop.index }} {{ m.content }}",
-    "{{ m.content }}{{ '!' if loop.previtem is defined and loop.previtem.role == m.role }}",
-    "{{ '' if loop.nextitem is defined and loop.nextitem.role == m.role else m.content }}",
-)
-HEADS = (
-    "<|im_start|>{{ m.role }} ",
-    "<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }} ",
-    "",
-)
-TAILS = (
-    "<|im_end|>",
-    "<|im_end|>\n",
-    "{{ '' if loop.last else '<|im_end|>' }}",
-    "{{ '<|im_end|>' if m.role == 'assistant' }}",
-)
-OPENINGS = ("<|im_start|>assistant ", "<|im_start|>model ", "<|im_start|>assistant <think>", "")
-COMPOSED = st.builds(
-    "{}{{% for m in messages %}}{}{}{}{{% endfor %}}"
-    "{{% if add_generation_prompt %}}{}{{% endif %}}".format,
-    *(  # the first of each has a bridge: half of all parts are such
-        st.just(parts[0]) | st.sampled_from(parts)
-        for parts in (PREFIXES, HEADS, CONTENTS, TAILS, OPENINGS)
-    ),
-)
-
-
-@settings(max_examples=40)
-@given(
-    template=COMPOSED,
-    first=st.lists(ODD, min_size=1, max_size=2),
-    exchanges=st.lists(st.tuples(ODD, NEW), min_size=1, max_size=3),
-)
-def test_a_template_of_any_parts_has_exact_bridges_or_none(template, first, exchanges):
-    check_bridges(template, "<|im_end|>", first, exchanges)
-
-
-def check_bridges(
-    template: str,
-    end_token: str,
-    first: list[str],
-    exchanges: list[tuple[str, list[tuple[str, str]]]],
-    *,
-    is_fixed: bool = True,
-) -> list[bool]:
-    """Compare each bridge with what the template renders; return which of them there are."""
-    tokenizer = tokenizer_of(template, end_token)
+    tokenizer = tokenizer_of(template, ENDS.get(name, "<|im_end|>"))
     bridge, end = Bridge(tokenizer), end_of(tokenizer)
     roles = ("user",) if len(first) == 1 else ("system", "user")
     dialogue = [Message(role=r, content=c) for r, c in zip(roles, first, strict=True)]
-    exact: list[bool] = []
     for turn, said_then in exchanges:
         dialogue.append(Message(role="assistant", content=turn))
         new = [Message(role=role, content=content) for role, content in said_then]
@@ -498,15 +421,15 @@ def check_bridges(
             ids = bridge(dialogue, end, new).tolist()
         except BridgeFault:
             ids = None
-        exact.append(ids is not None)
+        assert expected in ("depends", "never" if ids is None else "exact")
         try:
             whole = bridge.prompt([*dialogue, *new]).tolist()
         except BridgeFault:  # it refuses the messages: neither a bridge nor a segment
             assert ids is None
-            return exact
-        if is_fixed:
+            return
+        # of itself the template changes from one microsecond to the next
+        if name != "dates messages":
             assert whole == rendered(tokenizer, [*dialogue, *new])
         if ids is not None:
             assert whole[-len(ids) - 1 :] == [end, *ids]
         dialogue += new
-    return exact

@@ -23,14 +23,6 @@ from marin_rl.rollouts.estimates import (
 RIGHT = np.array([True, False, False, True, False])
 
 
-def test_pass_at_k_by_hand():
-    # Of the 10 pairs of 5 samples with 2 right ones, 3 have none: those of the 3 wrong ones.
-    assert pass_at_k(RIGHT, 2) == pytest.approx(1 - 3 / 10)
-    assert pass_at_k(RIGHT, 1) == pytest.approx(2 / 5)
-    assert pass_at_k(RIGHT, 4) == 1.0
-    assert pass_at_k(np.zeros(5, np.bool_), 5) == 0.0
-
-
 @given(right=st.lists(st.booleans(), min_size=1, max_size=9), data=st.data())
 def test_pass_at_k_is_the_mean_over_all_subsets(right, data):
     k = data.draw(st.integers(1, len(right)))

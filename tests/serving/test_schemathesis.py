@@ -203,3 +203,5 @@ def test_every_route_is_described(root):
         for method in methods
     ]
     assert set(OPERATIONS) | set(ADMIN) <= set(found)
+    assert document["paths"]["/v1/chat/completions"]["post"]["security"] == [{"bearer": []}]
+    assert document["paths"]["/healthz"]["get"]["security"] == []
