@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,15 @@ from marin_rl.chat_templates import without_date
 from marin_rl.errors import InputError
 from marin_rl.models.families import config_json
 from marin_rl.models.module import LanguageModel
+from marin_rl.plain_files import WEIGHTS_FILE, WEIGHTS_INDEX
 from marin_rl.progress import phase
 from marin_rl.tokenizers import check_vocabulary, end_token_ids, export_tokenizer, load_tokenizer
 from marin_rl.training.hf_weights import exported, hf_template, read_weights, tensor_shapes
 
+FILE_BYTES_MAX = 5 * 10**9  # as transformers has it
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+Shape = tuple[int, ...]
 
 
 @phase("loading the model folder")
@@ -46,7 +51,7 @@ def save_hf(
     folder: str | Path,
     dtype: str = "float32",
 ) -> None:
-    """Write model.safetensors, config.json and the tokenizer; loads back to equal logits.
+    """Write weights, config.json and the tokenizer; loads back to equal logits.
 
     The configuration carries `rope_theta` and `rope_parameters`, so that transformers 4 and 5 and
     the servers built on either read the same rotary base. Where several tokens end a completion,
@@ -70,20 +75,44 @@ def write_folder(
 ) -> None:
     """Write weights, config.json and tokenizer of a model.
 
-    `tensors` are those of `tensor_shapes` in their order, each in parts of whole rows. Raises
-    InputError as `_write_safetensors` does.
+    `tensors` are those of `tensor_shapes` in their order, each in parts of whole rows. Weights are
+    model.safetensors or, above FILE_BYTES_MAX, several files and their index. Raises InputError as
+    `_write_safetensors` does.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_safetensors(folder / "model.safetensors", tensor_shapes(template), tensors, dtype)
+    shapes, size, remaining = tensor_shapes(template), jnp.dtype(dtype).itemsize, iter(tensors)
+    files, places = _files(shapes, size), dict[str, str]()
+    for number, own in enumerate(files, 1):
+        name = WEIGHTS_FILE
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_safetensors(folder / name, own, islice(remaining, len(own)), dtype)
+        places |= dict.fromkeys(own, name)
+    assert next(remaining, None) is None, "each tensor has a shape"
+    if len(files) > 1:
+        total = {"total_size": size * sum(map(math.prod, shapes.values()))}
+        write_json(folder / WEIGHTS_INDEX, {"metadata": total, "weight_map": places})
     export_tokenizer(tokenizer, folder)
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     config = config_json(template.spec) | special_ids(tokenizer) | dtypes
     write_json(folder / "config.json", config)
 
 
+def _files(shapes: Mapping[str, Shape], size: int) -> list[dict[str, Shape]]:
+    """Tensors in files of FILE_BYTES_MAX, which a single one may exceed; `size` is an entry's."""
+    files, n_bytes = [dict[str, Shape]()], 0
+    for name, shape in shapes.items():
+        n_bytes += math.prod(shape) * size
+        if n_bytes > FILE_BYTES_MAX and files[-1]:
+            files.append({})
+            n_bytes = math.prod(shape) * size
+        files[-1][name] = shape
+    return files
+
+
 def _write_safetensors(
     file: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     tensors: Iterable[Iterable[np.ndarray]],
     dtype: str,
 ) -> None:

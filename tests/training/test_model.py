@@ -14,6 +14,7 @@ from training.batches import VOCAB, random_batch, tiny_policy
 
 from marin_rl.errors import InputError
 from marin_rl.tokenizers import character_tokenizer, end_token_ids, load_tokenizer
+from marin_rl.training import hf_folders
 from marin_rl.training.hf_folders import load_hf, save_hf
 from marin_rl.training.hf_weights import hf_template
 from marin_rl.training.logprobs import token_logprobs
@@ -181,6 +182,31 @@ def test_options_without_effect_are_accepted(changed, folders, family, keys):
     np.testing.assert_array_equal(
         scores(load_hf(changed(family, **keys))), scores(folders[family][0])
     )
+
+
+def test_weights_above_a_size_are_several_files_and_their_index(folders, tmp_path, monkeypatch):
+    model, folder = folders["llama-untied"]
+    whole = load_file(folder / "model.safetensors")
+    largest = max(array.nbytes for array in whole.values())
+    monkeypatch.setattr(hf_folders, "FILE_BYTES_MAX", largest)
+    save_hf(model, character_tokenizer(), tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(array.nbytes for array in whole.values())}
+    files = sorted(tmp_path.glob("*.safetensors"))
+    count = len(files)
+    expected = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert [file.name for file in files] == expected
+    assert 3 < count < len(whole)
+    for file in files:
+        tensors = load_file(file)
+        assert {name for name, place in index["weight_map"].items() if place == file.name} == {
+            *tensors
+        }
+        assert sum(array.nbytes for array in tensors.values()) <= largest
+        for name, array in tensors.items():
+            np.testing.assert_array_equal(array, whole.pop(name))
+    assert not whole
+    assert parameters_digest(load_hf(tmp_path)) == parameters_digest(model)
 
 
 @pytest.mark.slow

@@ -82,9 +82,8 @@ def check_new_folder(folder: Path) -> None:
 def export_hf(run: Run, round: int | None, folder: Path) -> Loaded:
     """Write a committed checkpoint as a Hugging Face folder, and read it back to be sure.
 
-    The folder has model.safetensors, config.json and the tokenizer. Raises as `read_slot`
-    does; InputError where the folder has something in it, StalePolicy where it reads back as other
-    parameters.
+    The folder has weights, config.json and the tokenizer. Raises as `read_slot` does; InputError
+    where the folder has something in it, StalePolicy where it reads back as other parameters.
     """
     check_new_folder(folder)
     loaded = read_slot(run, policy_at(run, round))
