@@ -453,6 +453,10 @@ def test_a_process_that_cannot_write_is_named_and_the_same_command_goes_on(
     ("settings", "expected"),
     [
         (["mesh.fsdp=3"], "does not fit 4 devices of 2 process(es): make their product equal"),
+        (
+            ["mesh.context=2", "mesh.fsdp=2", "batching.length_buckets=[62]"],
+            "expected batching.length_buckets in multiples of 4, found 62",
+        ),
         (["mesh.fsdp=2"], "does not fit 4 devices of 2 process(es): make their product equal"),
         (
             ["mesh.tensor=2", "policy.model.kv_heads=1"],

@@ -151,10 +151,11 @@ def _joined(settings: DistributedConfig) -> Processes:
             coordinator_bind_address=place if place and place.startswith(LOOPBACK) else None,
         )
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
+        text = (
             f"{name} cannot join the others ({error}): give distributed.coordinator, .processes "
             "and .process_id, or start it where JAX detects them"
-        ) from None
+        )
+        _leave(report(ConfigError(text)))
     finally:
         _jax.get_distributed_runtime_client = client
         came.set()

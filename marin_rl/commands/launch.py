@@ -18,6 +18,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
+from marin_rl.cli import QUIET
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES
 from marin_rl.commands.options import err
 from marin_rl.errors import ConfigError
@@ -51,11 +52,12 @@ def launch(
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
     children = list[subprocess.Popen[bytes]]()
+    python = sys.executable, "-P"  # no package of this folder
     for number in range(processes):
         variables = {COORDINATOR: place, PROCESSES: str(processes), PROCESS_ID: str(number)}
         children.append(
             subprocess.Popen(
-                [sys.executable, "-P", "-m", "marin_rl", *command],  # no package of this folder
+                [*python, *(("-X", QUIET) if number else ()), "-m", "marin_rl", *command],
                 env={**os.environ, **variables, **_devices(number, devices_per_process)},
                 stdout=subprocess.PIPE if number else None,
                 stderr=subprocess.STDOUT if number else None,
