@@ -15,11 +15,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from marin_rl.errors import INTERRUPTED, ConfigError, MarinRLError
+from marin_rl.errors import INTERRUPTED, QUIET, ConfigError, MarinRLError
 from marin_rl.machine import share_one_heap
 from marin_rl.progress import saying
 
-QUIET = "marin_rl_quiet"  # option -X of Python: leave out what all processes say before they meet
 # Module and function in `marin_rl.commands`, and the first line of the function's docstring.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {

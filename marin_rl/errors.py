@@ -42,6 +42,7 @@ retried. All survive pickling, because they carry nothing but their message.
 """
 
 INTERRUPTED = 130  # exit code that shells report of a process that Ctrl-C ended
+QUIET = "marin_rl_quiet"  # -X of Python: leave out what all processes say before they meet
 
 
 class MarinRLError(Exception):

@@ -18,10 +18,9 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from marin_rl.cli import QUIET
 from marin_rl.commands.hosts import COORDINATOR, PROCESS_ID, PROCESSES
 from marin_rl.commands.options import err
-from marin_rl.errors import ConfigError
+from marin_rl.errors import QUIET, ConfigError
 from marin_rl.isolated.supervisor import LINUX, end_with
 from marin_rl.machine import computes_on_host
 
