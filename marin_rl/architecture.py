@@ -190,12 +190,10 @@ class Architecture:
         `fsdp` times `shards` of the weights, and one in `shards` of heads and MLPs.
         """
         unrolled = self.layers <= UNROLLED_LAYERS_MAX and not recomputed
-        # Of layers: gradients of a microbatch, and where they are unrolled a copy; of an adapter's
-        # base the copy alone, and none of a quantised one.
-        layers = 2.0 if unrolled else 1.0
-        if base == "quantized" or (base == "whole" and not unrolled):
-            layers = 0.0
-        ends = 2 if layers and not recomputed else 1  # the same of the embedding
+        # Of unrolled layers, but for a quantised base: a copy, and gradients of a microbatch, which
+        # a scan of layers adds to their sums.
+        layers = 2 if unrolled and base != "quantized" else 0
+        ends = 2 if (layers or base is None) and not recomputed else 1  # the same of the embedding
         chunks = 1 if recomputed or not (unrolled or base) else 2  # of logits and their gradients
         logits = min(LOGITS_CHUNK, microbatch.tokens) * self.vocab_size // shards
         copied = layers * self.layer_parameters + ends * self.vocab_size * self.hidden_size
@@ -203,9 +201,9 @@ class Architecture:
             microbatch, bytes_per_value, recomputed=recomputed, shards=shards
         )
         of_copies = FLOAT32 if base is None else bytes_per_value
-        # What is spread over fsdp is gathered: a layer, embedding and head, with their gradients.
+        # What others of fsdp hold is gathered: of a layer, embedding and head, with gradients.
         whole = self.layer_parameters / self.layers + self.vocab_size * self.hidden_size
-        gathered = 2.8 * whole * FLOAT32 / shards if fsdp > 1 else 0
+        gathered = 3.2 * (1 - 1 / fsdp) * whole * FLOAT32 / shards
         weights = copied * of_copies / (fsdp * shards) + gathered
         if microbatch.context > 1:  # keys and values of whole rows, and their gradients
             of_rows = self.kv_heads * self.head_size * microbatch.rows * microbatch.length

@@ -21,6 +21,8 @@ from marin_rl.models.block import Activation, Linears, Norm, Norms, times
 from marin_rl.models.experts import ExpertWeights, by_piece, pieces
 from marin_rl.models.spec import Spec
 
+STACKED = "transformer/layers/stacked/"  # before the names of arrays of layers
+
 
 class Scale(eqx.Module):
     weight: NamedArray
@@ -90,11 +92,13 @@ class DecoderLayer(eqx.Module):
 class Layers(eqx.Module):
     """All layers; `recomputed`: with activations computed again in the backward pass.
 
-    From the inputs of layers, which "offload" keeps in the host's memory meanwhile.
+    From the inputs of layers, which "offload" keeps in the host's memory meanwhile. `sums` are of
+    gradients, for each array or None: see `training.adapters.with_sums`.
     """
 
     stacked: DecoderLayer
     recomputed: bool | Literal["offload"] = eqx.field(static=True, default=False)
+    sums: list[Array | None] | None = None
 
 
 class Transformer(eqx.Module):

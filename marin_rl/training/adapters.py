@@ -27,8 +27,8 @@ from marin_rl.errors import InputError
 from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, QuantizedWeight, axes_of
 from marin_rl.lora.adapter import Adapter, LoraModule, a_name, b_name, initial_arrays, merged_weight
 from marin_rl.lora.peft import configured_modules, read_peft
-from marin_rl.lora.quantization import FIELDS, dequantized
-from marin_rl.models.module import DecoderLayer, LanguageModel, Layers
+from marin_rl.lora.quantization import FIELDS, dequantized, is_quantized
+from marin_rl.models.module import STACKED, DecoderLayer, LanguageModel, Layers
 from marin_rl.training.model import Parameters, parameter_shapes, parameter_structs, with_parameters
 
 Modules = Mapping[str, LoraModule]
@@ -174,16 +174,27 @@ def _is_linear(node: Any) -> bool:
     return isinstance(node, QuantizedLinear)
 
 
+# Arrays by layer, to which the backward pass adds the gradients of layers; None of frozen ones.
+Sums = list[Array | None]
+
+
 class Blocks:
-    """Layers one by one: of the arrays that are not quantised each has its part."""
+    """Layers one by one: of the arrays that are not quantised each has its part.
+
+    Gradients of parts are added to `sums` in place, layer by layer, in the order of the backward
+    pass: gradients of whole arrays, to be joined or added up, would lie beside these. The sums are
+    carried forward through all that takes a layer, so that they are carried back.
+    """
 
     def __init__(self, layers: Layers) -> None:
-        whole = QuantizedWeight, NamedArray
-        self._leaves, self._structure = jax.tree.flatten(
-            layers.stacked, is_leaf=lambda node: isinstance(node, whole)
-        )
+        def is_leaf(node: Any) -> bool:
+            return isinstance(node, QuantizedWeight | NamedArray)
+
+        self._leaves, self._structure = jax.tree.flatten(layers.stacked, is_leaf=is_leaf)
         # Stacked on the first axis.
         self.arrays = [leaf.array for leaf in self._leaves if isinstance(leaf, NamedArray)]
+        self._begun = None if layers.sums is None else list(layers.sums)
+        self.sums: Sums = [*self.arrays] if self._begun is None else self._begun
 
     def of(self, layer: Any, arrays: Sequence[jax.Array]) -> DecoderLayer:
         """The layer of this index, which has these parts of `arrays`."""
@@ -199,6 +210,16 @@ class Blocks:
 
         return jax.tree.map(at, block, is_leaf=_is_linear)
 
+    def at(self, layer: Any, sums: Sums) -> tuple[DecoderLayer, Sums]:
+        """The layer of an index, which may be traced, and the sums that it is to be taken after."""
+        pairs = zip(self.arrays, sums, strict=True)
+        taken = [_part_of(jax.lax.stop_gradient(array), layer, total) for array, total in pairs]
+        return self.of(layer, [part for part, _ in taken]), [total for _, total in taken]
+
+    def take(self, layer: int) -> DecoderLayer:
+        block, self.sums = self.at(np.int32(layer), self.sums)
+        return block
+
     def __getitem__(self, layer: int) -> DecoderLayer:
         return self.of(np.int32(layer), [array[layer] for array in self.arrays])
 
@@ -207,6 +228,45 @@ class Blocks:
         # Cut all at once: the gradients of the parts are then joined, and not added up.
         cut = [jnp.unstack(array) for array in self.arrays]
         return [self.of(np.int32(i), [parts[i] for parts in cut]) for i in range(count)]
+
+    def add_gradients(self, states: Array) -> Array:
+        """The states: where the backward pass begins with the sums so far, if there are any."""
+        return states if self._begun is None else _begin_with(states, self.sums)
+
+
+@jax.custom_vjp
+def _part_of(whole: Array, layer: Any, total: Array | None) -> tuple[Array, Array | None]:
+    """The part of a layer; its gradient is added to what is carried back as that of `total`."""
+    return jax.lax.dynamic_index_in_dim(whole, layer, keepdims=False), total
+
+
+def _part_forward(whole: Array, layer: Any, total: Array | None) -> Any:
+    return _part_of(whole, layer, total), layer
+
+
+def _part_backward(layer: Any, gradients: tuple[Array, Array | None]) -> Any:
+    part, total = gradients
+    return None, None, None if total is None else total.at[layer].add(part.astype(total.dtype))
+
+
+_part_of.defvjp(_part_forward, _part_backward)
+
+
+@jax.custom_vjp
+def _begin_with(states: Array, sums: Sums) -> Array:
+    """The states; what is carried back as the gradients of `sums` are the sums themselves."""
+    return states
+
+
+_begin_with.defvjp(lambda states, sums: (states, sums), lambda sums, gradient: (gradient, sums))
+
+
+def with_sums(model: LanguageModel, sums: Mapping[str, Array]) -> LanguageModel:
+    """The model whose gradients by `sums` are these sums and the gradients of its own arrays."""
+    names = (name for name in parameter_shapes(model) if name.startswith(STACKED))
+    by_array = [sums.get(name) for name in names if not is_quantized(name)]
+    layers = dataclasses.replace(model.layers, sums=by_array)
+    return eqx.tree_at(lambda model: model.transformer.layers, model, layers)
 
 
 def merged_model(model: LanguageModel) -> LanguageModel:

@@ -14,7 +14,6 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.lax import dynamic_index_in_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from marin_rl.models.axes import table_rows
@@ -32,7 +31,7 @@ from marin_rl.models.experts import ExpertLoads
 from marin_rl.models.fused_attention import attend_fused, takes_fused
 from marin_rl.models.module import DecoderLayer, LanguageModel, Layers, TrainedLinears
 from marin_rl.models.spec import LayerKind, Rope, Spec
-from marin_rl.training.adapters import Blocks
+from marin_rl.training.adapters import Blocks, Sums
 from marin_rl.training.attention import (
     Tokens,
     attend,
@@ -88,12 +87,12 @@ def states_before_last_mlp(
     counted_BT: Bool[Array, "B T"] | None = None,
     *,
     alone: bool = False,
-) -> tuple[Float[Array, "B T E"], ExpertLoads | None]:
-    """Activations up to where positions stop exchanging anything, and loads of experts, by layer.
+) -> tuple[Float[Array, "B T E"], DecoderLayer, ExpertLoads | None]:
+    """Activations up to where positions stop exchanging anything; the last layer; experts' loads.
 
-    `alone`: every row is one sequence, followed by padding. Loads are of the tokens that are
-    `counted`; None without experts. What is given is in the order of the row; the activations are
-    in pieces on a mesh with `context` (`context.in_pieces`).
+    `alone`: every row is one sequence, followed by padding. Loads are by layer, of the tokens that
+    are `counted`; None without experts. What is given is in the order of the row; the activations
+    are in pieces on a mesh with `context` (`context.in_pieces`).
     """
     spec, n = model.spec, context_size()
     whole = segment_ids_BT, positions_BT, prompts_BT
@@ -119,16 +118,13 @@ def states_before_last_mlp(
     # Positions within a sequence and not within the row: a packed completion is rotated as it was
     # when it was sampled.
     turn = _turn(spec, positions_BT, shared=prompts_BT is not None)
-    states, loads = _through_layers(model, states, attention, turn, counted_BT)
+    blocks = Blocks(model.layers)
+    last = blocks.take(spec.layers - 1)
+    states, loads = _through_layers(model, blocks, states, attention, turn, counted_BT)
     # Without the last MLP, which works on each token by itself: `_Tail` runs it on the mask only.
-    last = last_layer(model)
     states = _attended(spec, spec.kinds[-1], last, states, attention, turn)
     loads.append(expert_loads(spec, TrainedLinears(spec, last, AXES), states, counted_BT))
-    return states, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
-
-
-def last_layer(model: LanguageModel) -> DecoderLayer:
-    return Blocks(model.layers)[model.spec.layers - 1]
+    return states, last, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
 
 
 def _turn(spec: Spec, positions_BT: Int[Array, "B T"], *, shared: bool) -> Turn:
@@ -231,6 +227,7 @@ Loads = list[ExpertLoads | None]
 
 def _through_layers(
     model: LanguageModel,
+    blocks: Blocks,
     states: Array,
     attention: Attend,
     turn: Turn,
@@ -238,7 +235,6 @@ def _through_layers(
 ) -> tuple[Array, Loads]:
     """The states after all layers but the last, many of which run in a scan, and their loads."""
     spec, layers, count = model.spec, model.layers, model.spec.layers - 1
-    blocks = Blocks(layers)
 
     def run(
         states: Array, layer: DecoderLayer, kind: LayerKind
@@ -251,7 +247,7 @@ def _through_layers(
         return after_mlp(spec, linears, states), loads
 
     all_loads: Loads = []
-    if spec.layers <= UNROLLED_LAYERS_MAX and not layers.recomputed:
+    if not in_scan(model):
         for layer, kind in zip(blocks.first(count), spec.kinds, strict=False):
             states, loads = run(states, layer, kind)
             all_loads.append(loads)
@@ -264,9 +260,14 @@ def _through_layers(
         all_loads.append(loads)
     for index in range(scanned, count):
         step = kept(partial(run, kind=spec.kinds[index]))
-        states, loads = step(states, blocks[index])
+        states, loads = step(states, blocks.take(index))
         all_loads.append(loads)
-    return states, all_loads
+    return blocks.add_gradients(states), all_loads
+
+
+def in_scan(model: LanguageModel) -> bool:
+    """True for a model whose layers run in a scan, and the last ones one by one."""
+    return model.spec.layers > UNROLLED_LAYERS_MAX or bool(model.layers.recomputed)
 
 
 def _policy(layers: Layers, blocks: Blocks) -> Callable[..., Any] | None:
@@ -294,42 +295,20 @@ def _scanned(
     """The states after `count` layers, in a scan over periods: what is compiled is one of them."""
     spec, period = model.spec, model.spec.period
 
-    def body(states: Array, own: tuple[Array, list[list[Array]]]) -> tuple[Array, Any]:
-        first, parts = own
+    def body(carry: tuple[Array, Sums], first: Array) -> tuple[tuple[Array, Sums], Any]:
         loads: Loads = []
         for place, kind in enumerate(spec.kinds[:period]):
 
-            def step(states: Array, layer: Array, parts: list[Array], of: Any = kind) -> Any:
-                pairs = zip(blocks.arrays, parts, strict=True)
-                arrays = [_layer_of(array, layer, part) for array, part in pairs]
-                return run(states, blocks.of(layer, arrays), of)
+            def step(carry: tuple[Array, Sums], layer: Array, of: LayerKind = kind) -> Any:
+                states, sums = carry
+                block, sums = blocks.at(layer, sums)
+                states, loads = run(states, block, of)
+                return (states, sums), loads
 
-            states, of_layer = kept(step)(states, first + place, parts[place])
+            carry, of_layer = kept(step)(carry, first + place)
             loads.append(of_layer)
-        return states, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *loads)
 
-    # For their gradients alone: values are read from the whole arrays, and XLA leaves these out.
-    parts = [[array[place:count:period] for array in blocks.arrays] for place in range(period)]
-    states, loads = jax.lax.scan(body, states, (jnp.arange(0, count, period), parts))
+    carry, loads = jax.lax.scan(body, (states, blocks.sums), jnp.arange(0, count, period))
+    states, blocks.sums = carry
     return states, jax.tree.map(lambda array: array.reshape(count, *array.shape[2:]), loads)
-
-
-@jax.custom_vjp
-def _layer_of(whole: Array, layer: Array, part: Array) -> Array:
-    """The part of a layer, of the value that `whole` has there; its gradient is that of `part`.
-
-    A scan over parts would copy the weights of all layers before it begins, and a gradient of
-    `whole` would be added up over all of them in each layer.
-    """
-    return dynamic_index_in_dim(whole, layer, keepdims=False)
-
-
-def _layer_forward(whole: Array, layer: Array, part: Array) -> tuple[Array, None]:
-    return _layer_of(whole, layer, part), None
-
-
-def _layer_backward(_: None, gradient: Array) -> tuple[None, None, Array]:
-    return None, None, gradient
-
-
-_layer_of.defvjp(_layer_forward, _layer_backward)

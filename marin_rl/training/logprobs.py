@@ -39,7 +39,7 @@ from marin_rl.training.context import (
     on_device,
     places_of,
 )
-from marin_rl.training.hidden_states import last_layer, states_before_last_mlp
+from marin_rl.training.hidden_states import states_before_last_mlp
 from marin_rl.training.losses import divergence, scores_of_logits
 
 # A chunk's logits are this many rows of V floats: about 150 MB for a vocabulary of 150,000.
@@ -183,7 +183,7 @@ def _scored(
 
     def states_of(
         model: LanguageModel, rows: tuple[Array, ...]
-    ) -> tuple[Array, ExpertLoads | None]:
+    ) -> tuple[Array, DecoderLayer, ExpertLoads | None]:
         token_ids_BT, segments_BT, positions_BT, counted_BT = rows
         _, prompts_BT = _predecessors(segments_BT, positions_BT, packing.shared_prompts)
         if packing.packed_rows and prompts_BT is None and not on_tpu():
@@ -200,13 +200,13 @@ def _scored(
             alone=packing == ALONE,
         )
 
-    states_BTE, loads = states_of(model, rows)
-    tail = _Tail.of(model, head, words=words)
+    states_BTE, last, loads = states_of(model, rows)
+    tail = _Tail.of(model, last, head, words=words)
     if taught is not None:
         read, other = rows, taught.rows
         if other is not None:
             read = other.token_ids, other.segment_ids, other.positions, other.segment_ids > 0
-        theirs_BTE, _ = jax.lax.stop_gradient(states_of(taught.model, read))
+        theirs_BTE, theirs, _ = jax.lax.stop_gradient(states_of(taught.model, read))
         if other is not None:
             n = context_size()
             theirs_BSE = in_order(theirs_BTE, n)
@@ -214,9 +214,8 @@ def _scored(
             theirs_BTE = in_pieces(found_BTE, n)
         # Side by side, as all that predicts a token.
         states_BTE = jnp.concatenate([states_BTE, theirs_BTE], axis=-1)
-        tail = dataclasses.replace(
-            tail, teacher=_Tail.of(taught.model), divergence=taught.divergence
-        )
+        teacher = _Tail.of(taught.model, theirs)
+        tail = dataclasses.replace(tail, teacher=teacher, divergence=taught.divergence)
     # The axes of the mesh that rows are spread over. One of size 1 spreads nothing: left out, the
     # program is the same as on a single device.
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -246,9 +245,10 @@ def final_states(
 
     A token sees itself and what precedes it in its own segment (0 is padding).
     """
-    states_BTE, _ = states_before_last_mlp(model, token_ids_BT, segment_ids_BT, positions_BT, None)
+    rows = token_ids_BT, segment_ids_BT, positions_BT
+    states_BTE, last, _ = states_before_last_mlp(model, *rows, None)
     # Of all positions, unlike `_scores_where`: a reward model reads a token that no mask has.
-    final_BTE = _Tail.of(model).final_states(states_BTE, ("batch", "position"))
+    final_BTE = _Tail.of(model, last).final_states(states_BTE, ("batch", "position"))
     return in_order(final_BTE, context_size())
 
 
@@ -301,9 +301,16 @@ class _Tail(eqx.Module):
         return 2 * (self.words is not None) + sum(head is not None for head in heads)
 
     @classmethod
-    def of(cls, model: LanguageModel, scalar: Head | None = None, *, words: bool = True) -> "_Tail":
+    def of(
+        cls,
+        model: LanguageModel,
+        last: DecoderLayer,
+        scalar: Head | None = None,
+        *,
+        words: bool = True,
+    ) -> "_Tail":
         # Without attention, whose gradients would be carried along as zeros.
-        layer = dataclasses.replace(last_layer(model), self_attn=None, input_layernorm=None)
+        layer = dataclasses.replace(last, self_attn=None, input_layernorm=None)
         if model.spec.post:
             layer = dataclasses.replace(layer, post_attention_layernorm=None)
         return cls(model.spec, layer, model.final_norm, model.head if words else None, scalar)

@@ -25,9 +25,10 @@ from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.models.experts import ExpertLoads, balance_loss
-from marin_rl.models.module import LanguageModel, model_of
-from marin_rl.training.adapters import policy_module
+from marin_rl.models.module import STACKED, LanguageModel, model_of
+from marin_rl.training.adapters import policy_module, with_sums
 from marin_rl.training.critic import Critic
+from marin_rl.training.hidden_states import in_scan
 from marin_rl.training.logprobs import Taught, TokenScores, token_logprobs
 from marin_rl.training.losses import weighted_sum
 from marin_rl.training.mesh import SINGLE_DEVICE, Layout
@@ -118,8 +119,10 @@ class Scorer:
         rows: StepArrays,
         teacher: Parameters | None = None,
         zeros: Array | None = None,
+        sums: Parameters | None = None,
     ) -> tuple[TokenScores, Array | None]:
         settings, policy = self.settings, policy_module(self.template, parameters)
+        policy = with_sums(policy, sums) if sums else policy
         if self.critic is not None and critic_params is not None:
             return self.critic.scores(critic_params, policy, rows, settings)
         taught = None
@@ -134,6 +137,16 @@ class Scorer:
             taught=taught,
         )
         return scores, None
+
+    def summed(self, trained: Parameters | None) -> tuple[Parameters, Parameters | None]:
+        """Parameters of layers in a scan, which adds their gradients to the sums; and the others.
+
+        So gradients of a microbatch, as large as the sums, never lie beside these.
+        """
+        if trained is None or not in_scan(self.template):
+            return {}, trained
+        layers = {name: array for name, array in trained.items() if name.startswith(STACKED)}
+        return layers, {name: array for name, array in trained.items() if name not in layers}
 
     def blank(self, mask: Bool[Array, "M R T"]) -> TokenScores:
         """Zeros in the place of the scores of rows with this mask, by microbatch."""
@@ -175,11 +188,14 @@ def accumulate(
     # The critic's loss is a mean over the step's tokens, whatever the policy's aggregation is.
     tokens = jnp.sum(arrays.mask)
 
+    summed, own = score.summed(trained.policy)
+    others = trained._replace(policy=own)
+
     def loss(
-        trained: TrainableParams, zeros: Array | None, rows: StepArrays, weights: Array
+        by: TrainableParams, sums: Parameters, zeros: Array | None, rows: StepArrays, weights: Array
     ) -> tuple[Array, ForwardOutputs]:
-        policy = combine(trained.policy, frozen)
-        scores, values = score(policy, trained.critic, rows, teacher, zeros)
+        policy = combine(by.policy, combine(summed, frozen))
+        scores, values = score(policy, by.critic, rows, teacher, zeros, sums)
         of_reference = None if ref_params is None else score(ref_params, None, rows)[0]
         ref_logprobs = of_reference and jax.lax.stop_gradient(of_reference).logprobs
         outputs = ForwardOutputs(scores, ref_logprobs, values)
@@ -202,9 +218,10 @@ def accumulate(
         # One at a time, so that activations need the memory of one microbatch.
         index = first + number * apart
         zeros, rows = jax.tree.map(lambda array: array[index], (scores.divergences, arrays))
-        gradients, outputs = _derivative(loss, trained, zeros, rows, weights_MRT[index])
+        given = total[1], zeros, rows, weights_MRT[index]
+        (gradients, sums), outputs = _derivative(loss, others, *given)
         # Summed in float32: bfloat16 would lose what many microbatches each add a little of.
-        total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, gradients)
+        total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total[0], gradients), sums
         return total, jax.tree.map(lambda k, f: k.at[index].set(f), kept, outputs)
 
     scores = score.blank(arrays.mask)
@@ -214,21 +231,30 @@ def accumulate(
         ref_logprobs=None if ref_params is None else blank,
         values=None if trained.critic is None else blank,
     )
-    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+    total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), (others, summed))
     # The number of iterations is an array: microbatches without rows cost nothing, and no number
     # recompiles.
     count = jnp.maximum(used - first + apart - 1, 0) // apart
-    return jax.lax.fori_loop(0, count, body, (total, kept))
+    (gradients, sums), kept = jax.lax.fori_loop(0, count, body, (total, kept))
+    return gradients._replace(policy=own and combine(gradients.policy, sums)), kept
 
 
 def _derivative(
-    loss: Callable[..., Any], trained: TrainableParams, zeros: Array | None, *rows: Any
-) -> tuple[TrainableParams, ForwardOutputs]:
-    """Gradients of a loss and its outputs, with the divergences by `zeros`: see `Taught`."""
+    loss: Callable[..., Any],
+    trained: TrainableParams,
+    sums: Parameters,
+    zeros: Array | None,
+    *rows: Any,
+) -> tuple[tuple[TrainableParams, Parameters], ForwardOutputs]:
+    """Gradients of a loss and its outputs, with the divergences by `zeros`: see `Taught`.
+
+    Those by `sums` are sums with what is added to them.
+    """
     if zeros is None:
-        return jax.grad(loss, has_aux=True)(trained, zeros, *rows)
-    (gradients, apart), outputs = jax.grad(loss, (0, 1), has_aux=True)(trained, zeros, *rows)
-    return gradients, outputs._replace(scores=outputs.scores._replace(divergences=apart))
+        return jax.grad(loss, (0, 1), has_aux=True)(trained, sums, zeros, *rows)
+    by_both, outputs = jax.grad(loss, (0, 1, 2), has_aux=True)(trained, sums, zeros, *rows)
+    scores = outputs.scores._replace(divergences=by_both[2])
+    return by_both[:2], outputs._replace(scores=scores)
 
 
 def _of_models(
