@@ -236,7 +236,8 @@ def accumulate(
     # recompiles.
     count = jnp.maximum(used - first + apart - 1, 0) // apart
     (gradients, sums), kept = jax.lax.fori_loop(0, count, body, (total, kept))
-    return gradients._replace(policy=own and combine(gradients.policy, sums)), kept
+    policy = None if own is None else combine(gradients.policy, sums)
+    return gradients._replace(policy=policy), kept
 
 
 def _derivative(
