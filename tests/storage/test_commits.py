@@ -1,14 +1,11 @@
 """The commit protocol with known answers, against real faults, and under real races."""
 
-import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from storage.simulation.schedules import commit_slots
 from support.fake_stores import FakeGCS, Fault
 
 from marin_rl import errors
@@ -221,25 +218,6 @@ def _run(jobs: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-
-
-@pytest.mark.slow
-def test_two_processes_racing_for_slots_make_one_commit_each(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    slots = [f"rollouts/round-{i:05d}" for i in range(30)]
-    barrier, results = context.Barrier(2), context.Queue()
-    arguments = (str(tmp_path), slots, barrier, results)
-    workers = [context.Process(target=commit_slots, args=arguments) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    first, second = results.get(timeout=60), results.get(timeout=60)
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
-    assert [winner for _, winner in first] == [winner for _, winner in second]
-    for (mine, winner), (theirs, _) in zip(first, second, strict=True):
-        assert winner in (mine, theirs)
-    assert sorted(open_store(str(tmp_path)).list()) == [f"{slot}/manifest.json" for slot in slots]
 
 
 # --- errors ------------------------------------------------------------------------------------

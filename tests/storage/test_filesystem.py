@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_stores import FakeGCS, FakeS3, Fault
+from support.fault_injection import Operations, inject_faults, parse
 
 from marin_rl.errors import (
     ConfigError,
@@ -24,6 +25,7 @@ from marin_rl.errors import (
     StorageError,
     StoreUnavailable,
 )
+from marin_rl.storage.stores import filesystem
 from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store, probe
 from marin_rl.storage.stores.store import is_private
 
@@ -327,14 +329,37 @@ def test_a_folder_without_permission_is_no_root(kept: Path) -> None:
     assert open_store(str(kept)).list() == ["slot/kept"]
 
 
+# --- probes that lose their answers --------------------------------------------------------------
+
+
+@contextmanager
+def faulty_root(root: Path, kind: str) -> Iterator[ObjectStore]:
+    """A store whose operation number 2 suffers, after a first one."""
+    with inject_faults(Operations(parse(f"{kind}:2"))):
+        store = open_store(str(root))
+        store.put_part("a", b"a")
+        yield store
+
+
+def test_a_probe_is_not_fooled_by_its_own_create_sent_twice(tmp_path: Path) -> None:
+    with faulty_root(tmp_path, "duplicate") as store:
+        probe(store)
+    assert store.children() == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["fail", "lose-reply", "late"])
+def test_a_probe_without_an_answer_is_made_again(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(filesystem, "PROBE_PAUSES_S", ())
+    with faulty_root(tmp_path, kind) as store, pytest.raises(StoreUnavailable) as caught:
+        probe(store)
+    assert caught.value.transient
+    monkeypatch.setattr(filesystem, "PROBE_PAUSES_S", (0.0,))
+    with faulty_root(tmp_path, kind) as store:
+        probe(store)
+    assert [name for name in store.children() if not name.startswith(".")] == ["a"]
+
+
 # --- buckets -----------------------------------------------------------------------------------
-
-
-def test_a_store_that_ignores_preconditions_is_refused(gcs: FakeGCS) -> None:
-    gcs.honours_preconditions = False
-    with pytest.raises(RootUnfit, match="does not honour create-if-absent") as caught:
-        probe(open_store("gs://bucket/ignores", gcs.options))
-    assert "gs://bucket/ignores" in str(caught.value)
 
 
 def test_a_bucket_that_may_not_be_written_is_refused(gcs: FakeGCS) -> None:

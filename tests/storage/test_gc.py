@@ -306,24 +306,16 @@ def test_without_a_readable_rule_everything_is_kept(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "slot",
+    "lost",
     [
-        "checkpoints/round-00001",  # others were made from it
-        f"checkpoints/round-0000{ROUNDS}",  # the final policy: metrics say that it was trained
-        "evals/round-00002",  # metrics have what it measured
+        ("checkpoints/round-00001",),  # others were made from it
+        (f"checkpoints/round-0000{ROUNDS}",),  # the final policy: metrics say that it was trained
+        ("evals/round-00002",),  # metrics have what it measured
+        (f"batches/round-0000{ROUNDS - 1}", f"checkpoints/round-0000{ROUNDS}"),  # a closed round
     ],
 )
-def test_a_slot_that_lost_its_manifest_is_let_alone(run: Run, slot: str) -> None:
-    """The rest of the slot stays, since the manifest may be in a backup."""
-    run.store.delete(f"{slot}/manifest.json")
-    before = everything(run)
-    found = collect(run, now=SOON)
-    assert found.skipped == (slot,)
-    assert everything(run) == before
-
-
-def test_files_of_a_closed_round_stay_if_all_its_manifests_are_lost(run: Run) -> None:
-    lost = (f"batches/round-0000{ROUNDS - 1}", f"checkpoints/round-0000{ROUNDS}")
+def test_slots_that_lost_their_manifests_are_let_alone(run: Run, lost: tuple[str, ...]) -> None:
+    """The rest of a slot stays, since its manifest may be in a backup."""
     for slot in lost:
         run.store.delete(f"{slot}/manifest.json")
     before = everything(run)

@@ -1,10 +1,9 @@
-"""State machines over the real commit code: Hypothesis looks for a schedule that breaks a law.
+"""A state machine over the real commit code: Hypothesis looks for a schedule that breaks a law.
 
-The rules are the scheduler's choices of test_simulation.py, here shrunk to a shortest failure: over
-whole runs, and over one slot, at which attempts differ in content.
+The rules are the scheduler's choices of test_simulation.py, here shrunk to a shortest failure, over
+one slot at which attempts differ in content.
 """
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
-    initialize,
     invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from storage.simulation.schedules import delete_on_conflict, trusts_exists, trusts_silence
+from storage.simulation.schedules import trusts_exists, trusts_silence
 from storage.simulation.simulated_process import Player
 from storage.simulation.simulator import (
     CREATE_FATES,
@@ -27,10 +25,7 @@ from storage.simulation.simulator import (
     WRITE_FATES,
     Killed,
     Process,
-    Shape,
     World,
-    clock_of,
-    ended_well,
 )
 
 from marin_rl.errors import CommitConflict, CommitUnknown, StoreUnavailable
@@ -80,33 +75,6 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.randoms(use_true_random=False))
     def arrive_late(self, which: Any) -> None:
         self.world.late.pop(which.randrange(len(self.world.late)))()
-
-
-class Protocol(Machine):
-    """Whole runs, and gc."""
-
-    processes = Machine.processes
-
-    @initialize(rounds=st.integers(1, 3), shards=st.integers(1, 2))
-    def begin(self, rounds: int, shards: int) -> None:
-        self.world = World(Shape(rounds=rounds, shards=shards), **self.more)
-        self.clock = ExitStack()
-        self.clock.enter_context(clock_of(self.world))
-
-    @precondition(lambda self: len(self.world.processes) < PROCESSES_MAX)
-    @rule(target=processes, keep=st.sampled_from([None, 2]))
-    def collect(self, keep: int | None) -> Process:
-        return self.world.collect(keep=keep)
-
-    @rule(days=st.sampled_from([0.5, 8.5, 30]))
-    def let_days_pass(self, days: float) -> None:
-        self.world.let_days_pass(days)
-
-    def teardown(self) -> None:
-        if hasattr(self, "world"):
-            with self.clock:
-                self.world.settle()
-            assert all(ended_well(process) for process in self.world.processes)
 
 
 class Attempt(Player):
@@ -163,27 +131,15 @@ class OneSlot(Machine):
         self.whoever_ended_told_the_truth()
 
 
-Protocol.TestCase.settings = settings(
-    settings.get_profile("marin-rl"), max_examples=30, stateful_step_count=40
-)
-TestProtocol = Protocol.TestCase
 OneSlot.TestCase.settings = settings(
     settings.get_profile("marin-rl"), max_examples=60, stateful_step_count=30
 )
 TestOneSlot = OneSlot.TestCase
 
 
-@pytest.mark.parametrize(
-    ("machine", "wrong"),
-    [
-        (Protocol, delete_on_conflict),
-        (Protocol, trusts_exists),
-        (OneSlot, trusts_exists),
-        (OneSlot, trusts_silence),
-    ],
-)
-def test_the_machine_catches_simpler_protocols(machine: Any, wrong: Any) -> None:
-    class Wrong(machine):
+@pytest.mark.parametrize("wrong", [trusts_exists, trusts_silence])
+def test_the_machine_catches_simpler_protocols(wrong: Any) -> None:
+    class Wrong(OneSlot):
         more = {"commit": wrong}  # noqa: RUF012
 
     quick = settings(settings.get_profile("marin-rl"), phases=[Phase.generate], print_blob=False)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storage.simulation.partial_parts import appends_whatever_is_there, writes_over_parts
 from storage.simulation.schedules import (
     Scheduler,
     delete_on_conflict,
@@ -25,19 +24,7 @@ from storage.simulation.schedules import (
     trusts_exists,
     trusts_silence,
 )
-from storage.simulation.small_packs import gc_of_packs_in_use, reads_no_packs, writes_over_packs
-from storage.simulation.windowed_world import (
-    WindowedScheduler,
-    forgets_older_parts,
-    forgets_what_is_settled,
-    gc_of_parts,
-    gc_of_the_stream,
-    gc_of_what_is_taken,
-    takes_any_age,
-    takes_without_record,
-    writes_over_groups,
-)
-from support.cases import others_slow, printed_seed
+from support.cases import printed_seed
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKLY, ENOUGH = 60, 10_000  # the latter for rare ends too
@@ -53,9 +40,9 @@ def seeded(count: int) -> int:
     return printed_seed()
 
 
-def check(count: int, program: str = "schedules") -> None:
+def check(count: int) -> None:
     """Play schedules in a program of its own: checking types, as tests do, would take most time."""
-    script = f"tests/storage/simulation/{program}.py"
+    script = "tests/storage/simulation/schedules.py"
     command = [sys.executable, script, str(seeded(count)), str(count)]
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -79,21 +66,8 @@ def test_no_law_is_broken_in_many_random_schedules() -> None:
     check(SCHEDULES_SLOW)
 
 
-@pytest.mark.slow
-def test_no_law_of_streams_is_broken_in_random_schedules() -> None:
-    """Five workers, trainers and gc over `windowed`, with groups in one piece and in several."""
-    check(QUICKLY, "windowed_world")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_no_law_of_streams_is_broken_in_many_random_schedules() -> None:
-    check(SCHEDULES_SLOW, "windowed_world")
-
-
-@pytest.mark.parametrize("scheduler", [Scheduler, WindowedScheduler])
-def test_a_schedule_is_decided_by_its_seed(scheduler: type[Scheduler]) -> None:
-    first, second = (scheduler(7).play() for _ in range(2))
+def test_a_schedule_is_decided_by_its_seed() -> None:
+    first, second = (Scheduler(7).play() for _ in range(2))
     assert list(first.bucket.objects) == list(second.bucket.objects)
     assert [type(p.result) for p in first.processes] == [type(p.result) for p in second.processes]
 
@@ -114,37 +88,6 @@ def test_a_schedule_is_decided_by_its_seed(scheduler: type[Scheduler]) -> None:
 def test_simpler_protocols_are_caught(wrong: dict[str, Callable[..., Any]]) -> None:
     with pytest.raises(AssertionError, match="schedule"):
         play(FIRST_WRONG, LAST_WRONG, **wrong)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    others_slow(
-        [
-            {"take": takes_without_record},
-            {"take": forgets_what_is_settled},
-            {"take": takes_any_age, "first": 45},
-            {"commit_group": writes_over_groups},
-            {"commit_group": forgets_older_parts, "pieces": 2, "first": 20},
-            {"append": appends_whatever_is_there, "pieces": 3, "first": 150},
-            {"append": writes_over_parts, "pieces": 2},
-            {"gc": gc_of_parts, "pieces": 2},
-            {"gc": gc_of_what_is_taken, "first": 20},
-            {"gc": gc_of_the_stream},
-            {"commit": exists_then_put},
-            {"read_packs": reads_no_packs, "packs": 1},
-            {"commit_pack": writes_over_packs, "packs": 1},
-            {"gc": gc_of_packs_in_use, "packs": 2},
-        ],
-        first=4,
-    ),
-    ids=lambda wrong: next(iter(wrong.values())).__name__,
-)
-def test_simpler_protocols_of_streams_are_caught(wrong: dict[str, Any]) -> None:
-    # the first schedule is a little before one in which a rare fault shows
-    options = {"first": 0, "pieces": 0, "packs": 0, **wrong}
-    first = options.pop("first")
-    with pytest.raises(AssertionError, match="schedule"):
-        play(first, LAST_WRONG, WindowedScheduler, **options)
 
 
 def test_the_same_net_lets_a_right_protocol_through() -> None:

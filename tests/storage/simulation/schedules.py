@@ -7,8 +7,6 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from storage.simulation.simulator import (
@@ -26,29 +24,24 @@ from marin_rl.config import RetentionConfig
 from marin_rl.errors import CommitConflict
 from marin_rl.storage.commits import (
     commit_manifest,
-    fingerprint,
     manifest_key,
-    new_attempt,
-    new_manifest,
     parse_manifest,
 )
 from marin_rl.storage.runs import Run
-from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome, open_store
+from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
 from marin_rl.storage.upkeep.gc import Collection
 from marin_rl.storage.upkeep.inventory import take_inventory
 from schemas.manifests import Manifest
 
 STEPS_MAX = 70
 PROCESSES_MAX = 5
+DAYS = 0.02  # share of steps in which days pass
+STAYS = 0.95  # share of steps after which the same process goes on
 FATES = {"create": CREATE_FATES, "write": WRITE_FATES, "delete": WRITE_FATES}
 
 
 class Scheduler:
     """Plays one schedule. Most steps go to the process in the foreground; the others sleep."""
-
-    processes_max, steps_max = PROCESSES_MAX, STEPS_MAX
-    days = 0.02  # share of steps in which days pass
-    stays = 0.95  # share of steps after which the same process goes on
 
     def __init__(self, seed: int, **world: Any) -> None:
         self.choices = random.Random(seed)
@@ -60,7 +53,7 @@ class Scheduler:
     def play(self) -> World:
         """All steps, then settle. Raises AssertionError where a law is broken."""
         with clock_of(self.world):
-            for _ in range(self.choices.randrange(20, self.steps_max)):
+            for _ in range(self.choices.randrange(20, STEPS_MAX)):
                 self._step()
             self.world.settle()
         badly = [p.result for p in self.world.processes if not ended_well(p)]
@@ -73,13 +66,13 @@ class Scheduler:
             world.late.pop(self.choices.randrange(len(world.late)))()
             return
         waiting = world.waiting
-        if not waiting or (roll < 0.08 and len(world.processes) < self.processes_max):
+        if not waiting or (roll < 0.08 and len(world.processes) < PROCESSES_MAX):
             self.foreground = self._newcomer()
             return
-        if roll < 0.08 + self.days:
+        if roll < 0.08 + DAYS:
             world.let_days_pass(self.choices.choice((0.5, 8.5, 30)))
             return
-        if self.foreground not in waiting or roll > self.stays:
+        if self.foreground not in waiting or roll > STAYS:
             self.foreground = self.choices.choice(waiting)
         self._decide(self.foreground)
 
@@ -99,14 +92,12 @@ class Scheduler:
             self.world.go_on(process, self.choices.choice(fates))
 
 
-def play(
-    seed: int, count: int, scheduler: Callable[..., Scheduler] = Scheduler, **world: Any
-) -> dict[str, int]:
+def play(seed: int, count: int, **world: Any) -> dict[str, int]:
     """Play schedules seed … seed + count - 1; what happened in them, counted."""
     seen = Counter[str]()
     for number in range(seed, seed + count):
         try:
-            played = scheduler(number, **world).play()
+            played = Scheduler(number, **world).play()
         except AssertionError as error:
             raise AssertionError(f"schedule {number}: {error}") from error
         for process in played.processes:
@@ -171,17 +162,6 @@ def gc_without_a_word(run: Run, _rule: RetentionConfig, **_: Any) -> Collection:
         for part in slot.manifest.parts if slot.manifest else ():
             run.folder.delete(slot.key(part.name))
     return COLLECTED
-
-
-def commit_slots(url: str, slots: list[str], barrier: Barrier, results: Any) -> None:
-    """Commit each slot at the same moment as the others; report (our attempt, the winner's)."""
-    store = open_store(url)
-    winners = []
-    for slot in slots:
-        ours = new_manifest(slot, attempt=new_attempt(), fingerprint=fingerprint("race", {}))
-        barrier.wait(60)
-        winners.append((ours.attempt, commit_manifest(store, ours).attempt))
-    results.put(winners)
 
 
 if __name__ == "__main__":

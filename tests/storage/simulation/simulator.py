@@ -161,7 +161,6 @@ def _unique(attempt: str, name: str) -> str:
 class World:
     """A bucket, the processes that work on it, and what is still on its way to it."""
 
-    bucket_type: type[Bucket] = Bucket
     player_type: type[Player] = Player
 
     def __init__(
@@ -171,7 +170,7 @@ class World:
         naming: Naming = _unique,
         gc: Gc = collect,
     ) -> None:
-        self.bucket, self.shape, self.config = self.bucket_type(), shape or Shape(), CONFIG
+        self.bucket, self.shape, self.config = Bucket(), shape or Shape(), CONFIG
         self.commit, self.naming, self.gc = commit, naming, gc
         self.processes: list[Process] = []
         self.late: list[Callable[[], None]] = []
