@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
-from support.returns import gae
 
 from marin_rl.batching.advantages import discounted_returns, rewards_of
 
@@ -21,13 +20,6 @@ def inputs_of(case: dict) -> dict[str, np.ndarray]:
     return {name: np.array(data, np.float64) for name, data in case["inputs"].items()}
 
 
-@pytest.mark.parametrize("case", cases("truncated_generalized_advantage_estimation"))
-def test_gae_is_that_of_rlax(case: dict) -> None:
-    given = inputs_of(case)
-    found = gae(given["r_t"], given["discount_t"], given["values"], case["args"]["lambda_"])
-    assert_allclose(found, case["outputs"]["advantages"], rtol=5e-5, atol=5e-5)
-
-
 @pytest.mark.parametrize("case", cases("discounted_returns"))
 def test_discounted_returns_are_those_of_rlax(case: dict) -> None:
     given = inputs_of(case)
@@ -40,14 +32,6 @@ def test_discounted_returns_are_those_of_rlax(case: dict) -> None:
     assert_allclose(found, case["outputs"]["returns"], rtol=5e-5, atol=5e-5)
 
 
-@pytest.mark.parametrize("case", cases("lambda_returns"))
-def test_gae_and_its_baseline_are_the_lambda_returns_of_rlax(case: dict) -> None:
-    given = inputs_of(case)
-    values = np.concatenate([[0.25], given["v_t"]])  # the first value cancels out
-    found = gae(given["r_t"], given["discount_t"], values, case["args"]["lambda_"])
-    assert_allclose(found + values[:-1], case["outputs"]["returns"], rtol=5e-5, atol=5e-5)
-
-
 def test_returns_by_hand() -> None:
     found = discounted_returns(np.array([1.0, 0.0, 4.0, 8.0]), np.array([0.5, 0.5, 0.5, 0.5]))
     assert_allclose(found, [3.0, 4.0, 8.0, 8.0])
@@ -56,13 +40,6 @@ def test_returns_by_hand() -> None:
 def test_an_episode_ends_where_the_discount_is_zero() -> None:
     found = discounted_returns(np.array([1.0, 2.0, 4.0]), np.array([0.9, 0.0, 0.9]))
     assert_allclose(found, [2.8, 2.0, 4.0])
-
-
-def test_lambda_one_is_return_less_value() -> None:
-    reward, discount = np.array([1.0, -2.0, 3.0]), np.array([0.9, 0.9, 0.0])
-    values = np.array([0.3, 0.1, -0.2, 5.0])
-    expected = discounted_returns(reward, discount) - values[:-1]
-    assert_allclose(gae(reward, discount, values, 1.0), expected)
 
 
 def test_undiscounted_returns_recover_the_rewards() -> None:

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from support.returns import gae
 from support.run_factories import commit_round, configuration, group_of, rollout
 
-from marin_rl.batching.advantages import discounted_returns, rewards_of
+from marin_rl.batching.advantages import rewards_of
 from marin_rl.batching.build import build_round
 from marin_rl.batching.turns import Turns, with_turns
 from marin_rl.config import parse_config
@@ -90,15 +89,6 @@ def test_the_length_penalty_is_received_last(tmp_path: Path) -> None:
     batch = built(tmp_path, [talk("g/0", reward=3.0)], objective=penalty, sampling=sampling)
     # six of eight tokens cost 6
     assert_allclose(batch.returns[batch.loss_mask == 1], [-3.0, -3.0, -4.0, -4.0])
-
-
-def test_a_critic_sees_discounted_turns(tmp_path: Path) -> None:
-    batch = built(tmp_path, [talk("g/0", reward=3.0)])
-    reward = rewards_of(batch.returns[batch.loss_mask == 1].astype(np.float64), np.zeros(4, int))
-    discount = np.full(4, 0.5)
-    assert_allclose(discounted_returns(reward, discount), [0.75, 1.5, 1.0, 2.0])
-    found = gae(reward, discount, np.append(VALUES, 0.0), 1.0)
-    assert_allclose(found, np.array([0.75, 1.5, 1.0, 2.0]) - VALUES)
 
 
 def turned(root: Path, groups: list[list[Rollout]], **sections: Any) -> tuple[TrainingBatch, ...]:

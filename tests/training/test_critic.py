@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.returns import gae
 from training.batches import LENGTH, VOCAB, commit_round, random_batch, tiny_policy
 from training.steps import make_step, take_step
 
+from marin_rl.batching.advantages import discounted_returns
 from marin_rl.config import CriticConfig, MeshConfig, ObjectiveConfig, TrainingConfig
 from marin_rl.errors import NonFiniteUpdate
 from marin_rl.storage.commits import manifest_of
@@ -75,8 +75,8 @@ def test_gae_of_rows_equals_that_of_each_trajectory() -> None:
         for segment in (1, 2):
             here = mask[row] & (segments[row] == segment)
             value = np.append(values[row, here].astype(np.float64), 0.0)
-            discounts = np.full(int(here.sum()), 0.9)
-            expected = gae(rewards[row, here].astype(np.float64), discounts, value, 0.7)
+            delta = rewards[row, here] + 0.9 * value[1:] - value[:-1]
+            expected = discounted_returns(delta, np.full(len(delta), 0.9 * 0.7))
             assert_allclose(np.asarray(found)[row, here], expected, rtol=1e-5, atol=1e-6)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 from functools import partial
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -184,24 +183,6 @@ def test_microbatches_change_no_gradient_of_any_objective(name):
     assert max(np.abs(change).max() for change in whole.values()) > 1e-6
 
 
-def test_every_surrogate_and_aggregation_is_among_these_objectives():
-    chosen = [ObjectiveConfig(**choices) for choices in OBJECTIVES.values()]
-    for name in ("surrogate", "aggregation"):
-        values = set(get_args(ObjectiveConfig.model_fields[name].annotation))
-        assert {getattr(objective, name) for objective in chosen} == values
-
-
-@pytest.mark.slow
-def test_an_entropy_bonus_is_that_part_of_the_loss_and_of_the_gradient():
-    batch, plain = random_batch(4), ObjectiveConfig(aggregation="token_mean")
-    without, metrics = Stage(objective=plain).gradient(batch, 4, 1)
-    with_bonus = plain.model_copy(update={"entropy_coefficient": 0.5})
-    moved, found = Stage(objective=with_bonus).gradient(batch, 4, 1)
-    assert found["loss"] == pytest.approx(metrics["loss"] - 0.5 * metrics["entropy"], rel=1e-5)
-    assert found["loss/policy_avg"] == pytest.approx(metrics["loss/policy_avg"], rel=1e-5)
-    assert any(np.abs(moved[name] - without[name]).max() > 1e-5 for name in moved)
-
-
 @pytest.mark.slow
 def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
     choices = {"importance_correction": "truncated", "correction_high": 1.01}
@@ -223,49 +204,6 @@ def test_correction_compares_the_trainer_before_its_updates_with_the_sampler():
         metrics["sampling/correction_weight/mean"], rel=1e-4
     )
     assert max(np.abs(change).max() for change in first.values()) > 1e-6
-
-
-@pytest.mark.slow
-def test_a_longer_bucket_changes_no_gradient(stage):
-    batch = random_batch(5)
-    wider = dataclasses.replace(
-        batch,
-        **{
-            field.name: np.pad(getattr(batch, field.name), ((0, 0), (0, 8)))
-            for field in dataclasses.fields(batch)
-            if isinstance(getattr(batch, field.name), np.ndarray)
-        },
-    )
-    assert_same(stage.gradient(wider, 2, 4)[0], stage.gradient(batch, 2, 4)[0])
-
-
-def packed_in_order(batch, order, width=2 * LENGTH):
-    """Rows of one sequence as rows of several, in the order given."""
-    names = ("token_ids", "loss_mask", "positions", "policy_logprobs", "advantages", "returns")
-    rows = {name: np.zeros((len(order), width), getattr(batch, name).dtype) for name in names}
-    segments = np.zeros((len(order), width), np.int32)
-    row = column = number = 0
-    for sequence in order:
-        size = int(batch.segment_ids[sequence].sum())
-        if column + size > width:
-            row, column, number = row + 1, 0, 0
-        number, here = number + 1, slice(column, column + size)
-        segments[row, here] = number
-        for name in names:
-            rows[name][row, here] = getattr(batch, name)[sequence, :size]
-        column += size
-    return dataclasses.replace(batch, **rows, segment_ids=segments)
-
-
-@pytest.mark.slow
-def test_sequences_permuted_across_packed_rows_change_no_gradient(stage):
-    batch = random_batch(6)
-    alone, metrics = stage.gradient(batch, ROWS_MAX, 1)
-    for seed in range(3):
-        order = np.random.default_rng(seed).permutation(6)
-        packed, of_packed = stage.gradient(packed_in_order(batch, order), ROWS_MAX, 1)
-        assert_same(packed, alone)
-        assert of_packed == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
 @given(
@@ -454,16 +392,6 @@ def supervised():
     return Stage(objective=None)
 
 
-@pytest.mark.slow
-def test_supervised_loss_is_the_mean_negative_log_likelihood(supervised):
-    stage, batch = supervised, random_batch(4)
-    _, found = stage.gradient(batch, 4, 1)
-    arrays, _ = step_arrays(batch, 4, 1)
-    rows = (arrays.token_ids[0], arrays.segment_ids[0], arrays.positions[0])
-    logprobs = jax.jit(token_logprobs)(stage.model, *rows, jnp.asarray(arrays.mask[0])).logprobs
-    assert found["loss"] == pytest.approx(-np.asarray(logprobs)[arrays.mask[0]].mean(), rel=1e-5)
-
-
 def test_rows_are_dealt_in_order_and_first_tokens_are_never_trained_on():
     batch = random_batch(3)
     everything = dataclasses.replace(batch, loss_mask=np.ones_like(batch.loss_mask))
@@ -473,23 +401,6 @@ def test_rows_are_dealt_in_order_and_first_tokens_are_never_trained_on():
     assert not arrays.mask[..., 0].any()
     assert not arrays.mask.reshape(8, -1)[3:].any()
     assert not arrays.segment_ids.reshape(8, -1)[3:].any()
-
-
-# Where a family is not the plain one of the tests.
-FAMILIES = {"qwen3": {"head_size": 12}, "mistral": {"tie_embeddings": False}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma"])
-def test_a_step_of_every_family_moves_every_parameter(family):
-    stage = Stage(policy=tiny_policy(layers=1, **FAMILIES.get(family, {}), family=family))
-    change, metrics = stage.gradient(random_batch(4), 4, 1)
-    assert np.isfinite(metrics["loss"])
-    assert metrics["updates/skipped"] == 0
-    assert min(np.abs(moved).max() for moved in change.values()) > 1e-7
-    state, again, _ = stage.take(random_batch(4), 4, 1)
-    assert int(state.step) == 1
-    assert float(again["loss"]) == metrics["loss"]
 
 
 @pytest.mark.slow

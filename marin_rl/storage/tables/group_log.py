@@ -98,8 +98,6 @@ class GroupLog:
         self.lengths[chain] += 1
         self.group_ids.setdefault(chain, set()).update(group.group_id for group in groups)
 
-    # The three methods that touch bytes: simulations of the protocol replace them.
-
     def _decoded(self, key: str, data: bytes | pa.Buffer) -> Sequence[RolloutGroup]:
         source = self.run.store.url_of(key)
         _, theirs = identify_shard(data, source)

@@ -186,7 +186,7 @@ def commit_intake(run: Run, intake: Intake) -> SlotRef:
     return commits.ref_of(winner, reused=winner.attempt != manifest.attempt)
 
 
-def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Manifest:
+def intake_manifest(run: Run, intake: Intake) -> Manifest:
     parents: tuple[Parent, ...] = ()
     if intake.round:
         # Part of the fingerprint: intakes form one chain, and no group is taken by two.
@@ -201,7 +201,7 @@ def intake_manifest(run: Run, intake: Intake, attempt: str | None = None) -> Man
     }
     return commits.new_manifest(
         intake_slot(intake.round),
-        attempt=attempt or commits.new_attempt(),
+        attempt=commits.new_attempt(),
         fingerprint=commits.fingerprint("intake", content, parents),
         parents=parents,
         totals={

@@ -170,8 +170,6 @@ class GroupStream:
         self.claims[chunk] = claim_in(committed, source)
         return committed == sealed_json(ours)
 
-    # The two methods that touch bytes of groups: simulations of the protocol replace them.
-
     def _load(self, keys: Sequence[str]) -> Iterator[pa.Buffer | None]:
         return iter_present(self.run.store, keys, PARTS_MAX)  # a pack may be as large as a part
 
