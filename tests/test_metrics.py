@@ -82,13 +82,8 @@ eval/pass@8 eval/mean@8 eval/majority@8 eval/pass@8/low eval/pass@8/high eval/ec
 """
 
 
-@pytest.mark.parametrize("name", PROMISED.split())
-def test_a_promised_name_is_defined(name):
-    assert is_defined(name)
-
-
 def test_every_reported_name_is_defined_once():
-    assert all(is_defined(name) for name in row())
+    assert [name for name in (*row(), *PROMISED.split()) if not is_defined(name)] == []
     names = [definition.name for definition in DEFINITIONS]
     assert len(names) == len(set(names))
     assert not is_defined("reward_mean_of_something")

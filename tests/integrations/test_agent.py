@@ -381,27 +381,6 @@ open("answer", "w").write(ask(first)["content"])
     assert [path.read_text() for path in elsewhere.iterdir()] == ["of this machine"]
 
 
-def test_a_session_is_closed_to_all_but_its_agent(tmp_path: Path) -> None:
-    program = """
-import socket
-status, text = post("/chat/completions", {"messages": first}, key="another")
-assert status == 401, text
-assert "secret" not in json.dumps(task)
-try:
-    socket.create_connection(("1.1.1.1", 80), timeout=1)
-    raise SystemExit("it has a network")
-except OSError:
-    pass
-status, text = post("/completions", {"prompt": "x"})
-assert status == 404, text
-ask(first)
-print("ok")
-"""
-    rollout, _ = rollouts_of(configured(tmp_path, program), count)
-    assert rollout.error is None
-    assert rollout.reward == 2.0
-
-
 def test_after_the_last_turn_further_calls_are_refused_and_the_agent_ends(tmp_path: Path) -> None:
     program = """
 messages, turns = first, 0
@@ -594,12 +573,20 @@ def test_a_program_is_run_again_against_its_recorded_answers(tmp_path: Path) -> 
         assert (episode.turns[-1].turn, episode.turns[-1].difference) == (number, difference)
 
 
-def test_a_program_can_neither_reward_itself_nor_go_on_after_its_end(tmp_path: Path) -> None:
+def test_a_program_can_neither_reward_itself_nor_leave_its_session(tmp_path: Path) -> None:
     program = """
 import socket, threading
-for path in ("/reward", "/take", "/../reward"):
+for path in ("/reward", "/take", "/../reward", "/completions"):
     status, text = post(path, {"reward": 100.0})
     assert status == 404, (path, status)
+status, text = post("/chat/completions", {"messages": first}, key="another")
+assert status == 401, text
+assert "secret" not in json.dumps(task)
+try:
+    socket.create_connection(("1.1.1.1", 80), timeout=1)
+    raise SystemExit("it has a network")
+except OSError:
+    pass
 # the sockets of its session are there, and those of no other
 others = [name for place in ("/", "/tmp", "/work", "..") for name in os.listdir(place)]
 assert sum(name.endswith(".sock") for name in others if name.startswith(".")) == 2 * 1, others

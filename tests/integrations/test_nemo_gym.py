@@ -25,7 +25,6 @@ from marin_rl.rollouts.replay import replay_rollouts
 from marin_rl.types import Message
 
 COOKIE = "StatefulCounterResourcesServer"
-START_S = 10
 
 
 @dataclass

@@ -82,13 +82,6 @@ class Endless(TwoTurns):
         return StepResult(messages=(Message(role="user", content="again"),))
 
 
-class NotFinite(TwoTurns):
-    """Rewards with no number."""
-
-    async def step(self, turn: Turn) -> StepResult:
-        return StepResult(reward=float("nan"), done=True)
-
-
 class Tooled(TwoTurns):
     """Offers a tool."""
 
@@ -284,12 +277,6 @@ def test_an_endless_episode_ends_and_is_scored_by_the_environment(server):
     assert [component.name for component in rollout.reward_components] == ["echo"]
     assert [turn.reward for turn in rollout.turns[:-1]] == [None] * (len(rollout.turns) - 1)
     assert rollout.turns[-1].reward == rollout.reward
-
-
-def test_a_reward_that_is_no_number_is_a_fault(server: FakePolicyServer) -> None:
-    group = play(server, Dialogue(NotFinite))
-    errors = {rollout.error for rollout in group.rollouts}
-    assert errors == {"RewardFault: ValueError: expected a finite reward of a step, found nan"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Episodes of several turns, with tools too, against the embedded server with a real engine."""
+"""Episodes of several turns against the embedded server with a real engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from support.servers import serving
 from marin_rl.config import EnvironmentConfig, InferenceConfig, PolicyConfig
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
-from marin_rl.environments.tool_class import ToolClass, ToolOptions, ToolsOverExamples
 from marin_rl.errors import StalePolicy
 from marin_rl.inference.client.policy_client import client_of
 from marin_rl.inference.generation import GenerationRequest
@@ -21,7 +20,6 @@ from marin_rl.rollouts.bridge import TemplateBridge
 from marin_rl.rollouts.episode import EpisodeDriver
 from marin_rl.rollouts.trajectories import GroupRequest, Trajectory
 from marin_rl.serving.server import PolicyServer
-from marin_rl.tokenizers import character_tokenizer
 from marin_rl.types import Example, Message, Sampling, Turn
 
 DIGEST = "0123456789abcdef"
@@ -30,18 +28,6 @@ AGAIN = (Message(role="user", content="again"),)
 BRIDGE = TemplateBridge(PolicyConfig())
 # A model of random weights hardly ever samples its end token, so turns end at any vowel or stop.
 SAMPLING = Sampling(max_tokens=24, seed=5, stop=tuple("aeiouAEIOU!?.,;:"))
-TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
-{%- for message in messages %}{{ '<|' + message.role + '|>' }}
-{%- if message.content %}{{ message.content }}{% endif %}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}
-{%- if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-TOKENIZER = character_tokenizer()
-TOKENIZER.chat_template = TOOL_TEMPLATE
 
 
 class Twice:
@@ -102,37 +88,6 @@ def play_dialogues(
             return await driver.play_group(request)
 
     return asyncio.run(run())
-
-
-class Desk:
-    """Two tools, one of which raises for one of its two arguments."""
-
-    def reset(self, seed: int) -> str:
-        self.calls: list[str] = []
-        return f"desk {seed}"
-
-    def double(self, number: Literal[1, 2]) -> int:
-        """Double a number."""
-        self.calls.append("double")
-        return 2 * number
-
-    async def spell(self, word: Literal["ab", "no"]) -> str:
-        """Spell a word."""
-        self.calls.append("spell")
-        if word == "no":
-            raise ValueError("no such word")
-        return "-".join(word)
-
-    def get_reward(self) -> float:
-        return float(len(self.calls))
-
-
-def desk() -> ToolsOverExamples:
-    tool_class = ToolClass(kind=Desk, arguments={}, options=ToolOptions())
-    tool_class.check()
-    environment = ToolsOverExamples(tool_class)
-    environment.workers = 0  # the class is of this file: it is played in this process
-    return environment
 
 
 def test_a_second_turn_is_what_the_engine_samples_after_the_exact_ids_of_the_first() -> None:
