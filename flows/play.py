@@ -4,12 +4,12 @@
     training of round r   needs its rollouts
     closing of round r    needs checkpoint r + 1, and the evaluation of checkpoint r if one is due
 
-With L = 0 a round is one task that calls those of its stages. Otherwise three coroutines play the
-rounds in order and wait for each other at these places alone: one fills with rollouts, one takes
-those of a round and trains, one closes. `InOrder` takes by number: the policy of a round follows
-from its number (a fork counts from its first checkpoint in place of 0), so nothing else has to be
-recorded. Leaves out rounds that take groups of a stream (`window`). A killed run ends in what an
-undisturbed one ends in.
+With L = 0 a round is one task that calls those of its stages, and is closed while the next one
+samples. Otherwise three coroutines play the rounds in order and wait for each other at these places
+alone: one fills with rollouts, one takes those of a round and trains, one closes. `InOrder` takes
+by number: the policy of a round follows from its number (a fork counts from its first checkpoint in
+place of 0), so nothing else has to be recorded. Leaves out rounds that take groups of a stream
+(`window`). A killed run ends in what an undisturbed one ends in.
 """
 
 import asyncio
@@ -23,9 +23,11 @@ from typing import Any, Generic, TypeVar
 from prefect import task
 from prefect.exceptions import Pause
 
+from flows.evaluate import measure
 from flows.session import pause_if_suspended
 from marin_rl.rounds import overlap_metrics, transfer_metrics
 from marin_rl.storage import layout
+from marin_rl.storage.run_progress import ends_early
 from marin_rl.storage.runs import RunRef, committed, committed_checkpoint
 from marin_rl.types import ServedPolicy, SlotRef
 from tasks.generate import evaluate, extend, generate, seal
@@ -36,9 +38,37 @@ Value = TypeVar("Value")
 Seconds = Mapping[str, float]
 
 
+async def play_in_turn(run: RunRef, checkpoint: SlotRef) -> SlotRef:
+    """Play the rounds after `checkpoint` one after the other; return the last checkpoint.
+
+    A round is closed while the next one samples, as its checkpoint is written then.
+    """
+    config = open_run(run).config
+    closing: asyncio.Future[SlotRef] | None = None
+    try:
+        for round in range(checkpoint.number, config.rounds):
+            await pause_if_suspended()
+            if config.evaluation.patience and round % config.evaluation.every_rounds == 0:
+                await measure(run, checkpoint)
+                if ends_early(open_run(run), config, round):
+                    break
+            checkpoint, measured = await run_round(run, round, checkpoint)
+            if closing is not None:
+                await closing
+            stages = StageRunner(config.flow)
+            closing = asyncio.ensure_future(stages.run(publish, run, round, checkpoint, measured))
+    finally:
+        if closing is not None:
+            await closing
+    return checkpoint
+
+
 @task(name="round", task_run_name="round-{round:05d}", **GROUP)
-async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
-    """Run a round: sample with checkpoint `round`, learn, and return checkpoint `round + 1`."""
+async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> tuple[SlotRef, Seconds]:
+    """Run a round: sample with checkpoint `round` and learn.
+
+    Returns checkpoint `round + 1`, and measurements of the round.
+    """
     config = open_run(run).config
     stages = StageRunner(config.flow)
     policy = await stages.run(serve, run, round, checkpoint)
@@ -46,9 +76,7 @@ async def run_round(run: RunRef, round: int, checkpoint: SlotRef) -> SlotRef:
         await stages.run(evaluate, run, round, policy)
     rollouts = await sample(stages, run, round, policy)
     trained, updates = await learn(stages, run, round, checkpoint, rollouts)
-    measured = {**stages.seconds, **transfer_metrics(policy.transfer, updates)}
-    await stages.run(publish, run, round, trained, measured)
-    return trained
+    return trained, {**stages.seconds, **transfer_metrics(policy.transfer, updates)}
 
 
 async def sample(stages: StageRunner, run: RunRef, round: int, policy: ServedPolicy) -> SlotRef:

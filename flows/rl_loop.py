@@ -15,12 +15,11 @@ from prefect import flow
 
 from flows import session
 from flows.evaluate import measure
-from flows.play import InOrder, run_round
+from flows.play import InOrder, play_in_turn
 from flows.sft import warm_start
 from flows.window import Window
 from marin_rl.config import Config
 from marin_rl.doctor.stages import RL
-from marin_rl.storage.run_progress import ends_early
 from marin_rl.storage.runs import RunRef
 from marin_rl.types import SlotRef
 from tasks.options import StageRunner, open_run
@@ -52,14 +51,7 @@ async def play_rounds(run: RunRef, checkpoint: SlotRef) -> SlotRef:
         return await Window(run, checkpoint).play()
     if config.max_staleness:
         return await InOrder(run, checkpoint).play()
-    for round in range(checkpoint.number, config.rounds):
-        await session.pause_if_suspended()
-        if config.evaluation.patience and round % config.evaluation.every_rounds == 0:
-            await measure(run, checkpoint)
-            if ends_early(open_run(run), config, round):
-                break
-        checkpoint = await run_round(run, round, checkpoint)
-    return checkpoint
+    return await play_in_turn(run, checkpoint)
 
 
 async def first_checkpoint(run: RunRef) -> SlotRef:

@@ -146,13 +146,14 @@ async def pause_if_suspended() -> None:
 def resume_point(run: Run) -> SlotRef | None:
     """The checkpoint to go on from, None in a new run.
 
-    It is the latest, but for rounds that ended without their metrics, of which there are several
-    where rounds are sampled ahead: they are played again, which finds everything else committed.
+    It is the latest, but for rounds that ended without their metrics, of which there are several:
+    they are played again, which finds everything else committed.
     """
     latest = latest_checkpoint(run)
     if latest is None:
         return None
     round = last = latest.number
-    while round and last - round <= run.config.max_staleness and not is_closed(run, round - 1):
+    ahead = max(run.config.max_staleness, 1)
+    while round and last - round <= ahead and not is_closed(run, round - 1):
         round -= 1
     return committed_checkpoint(run, round) or latest

@@ -17,6 +17,7 @@ from marin_rl.machine import give_back_freed_memory
 from marin_rl.processes import joined
 from marin_rl.storage.fleet import run_sha256
 from marin_rl.storage.runs import Run, RunRef, round_of
+from marin_rl.storage.written_behind import end_writes
 from marin_rl.tokenizers import TokenizerIdentity, tokenizer_for
 from marin_rl.types import PairSection, ServedPolicy, SlotRef
 
@@ -310,7 +311,8 @@ def runtime_for(run: Run) -> RunRuntime:
 
 
 def release(run: Run) -> None:
-    """Stop and drop this process's runtime of `run`."""
+    """Stop and drop this process's runtime of `run`, once what it writes is committed."""
+    end_writes()
     with _runtimes_lock:
         kept = _runtimes.pop((run.store.url, run.run_id), None)
     if kept is not None:

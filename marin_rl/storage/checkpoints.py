@@ -24,7 +24,7 @@ import pyarrow as pa
 from etils import epath
 
 from marin_rl.compilation import aligned_empty
-from marin_rl.errors import CorruptObject, ObjectMissing
+from marin_rl.errors import CommitConflict, CorruptObject, ObjectMissing
 from marin_rl.machine import machine_facts
 from marin_rl.processes import all_to_first, by_first, process_number
 from marin_rl.progress import phase
@@ -45,16 +45,21 @@ from marin_rl.storage.array_files import (
     within,
 )
 from marin_rl.storage.commits import (
-    commit_slot,
+    commit_parts,
     fingerprint,
     manifest_of,
     new_attempt,
+    new_manifest,
     parent_of,
+    part_of,
+    ref_of,
 )
 from marin_rl.storage.runs import Run
+from marin_rl.storage.stores.filesystem import ObjectStore
 from marin_rl.storage.stores.local import explained, make_folder, need_room
 from marin_rl.storage.tables.parquet import digest_of, load, put_part
 from marin_rl.storage.tables.tombstones import array_parts, pruned_parts
+from marin_rl.storage.written_behind import settle, write_behind
 from marin_rl.types import SlotRef
 from schemas.manifests import Manifest, Part, canonical_json
 from schemas.strict_json import parse_json
@@ -97,6 +102,7 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, and comes fro
     extra: Mapping[str, Any],
     facts: Mapping[str, str] | None = None,
     extra_parts: ExtraParts | None = None,
+    behind: bool = False,
 ) -> SlotRef:
     """Commit nested dicts of arrays (NumPy or JAX, any sharding) as `slot`.
 
@@ -104,19 +110,22 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, and comes fro
     computed from `content` and `parents`. The manifest stores `totals`, which the returned
     reference shows, and `extra`, with facts about this machine and further `facts` as `machine`.
     The function of `extra_parts` is called, by process 0, once the arrays are written. If the slot
-    has a commit of this fingerprint, that one is returned. Raises CommitConflict, and StorageError
-    of the store.
+    has a commit of this fingerprint, that one is returned. `behind`: the arrays of a single process
+    are only hashed here, and written to a folder while it goes on (`written_behind`); nothing may
+    write to them meanwhile. Raises CommitConflict, and StorageError of the store.
     """
     attempt = by_first(lambda: extra_parts.attempt if extra_parts else new_attempt())
+    # An object store has no lock to keep others away, whose commit might have to be adopted.
+    behind = behind and process_number()[1] == 1 and run.store.local_path(slot) is not None
+    own = _write(run, slot, attempt, tree, put=_hashed if behind else put_part)
     # Also the barrier: process 0 has the parts of all once all of them are durable.
-    written = all_to_first([asdict(part) for part in _write(run, slot, attempt, tree)])
+    written = all_to_first([asdict(part) for part in own])
 
-    def commit() -> SlotRef:
+    def manifest() -> Manifest:
         parts = [Part(**part) for parts in written for part in parts]
         # After the arrays: a writer of scores closes its last part here, when all are known.
         parts += () if extra_parts is None else extra_parts.parts()
-        return commit_slot(
-            run.store,
+        return new_manifest(
             slot,
             attempt=attempt,
             fingerprint=checkpoint_fingerprint(content, parents),
@@ -126,7 +135,24 @@ def commit_checkpoint(  # noqa: PLR0913 - what a checkpoint holds, and comes fro
             extra={**extra, "machine": {**machine_facts(), **(facts or {})}},
         )
 
-    return by_first(commit)
+    if not behind:
+        return by_first(lambda: commit_parts(run.store, manifest()))
+    promise = manifest()
+
+    def work() -> None:
+        # One by one: sampling has the memory and the cores meanwhile.
+        if _write(run, slot, attempt, tree, in_flight=1) != own:
+            raise CorruptObject(
+                f"{run.store.url_of(slot)}: its arrays changed while they were written"
+            )
+        if commit_parts(run.store, promise).reused:
+            raise CommitConflict(
+                f"{run.store.url_of(slot)} was committed by another process meanwhile: expected "
+                "one that trains the run; run again, which goes on from that commit"
+            )
+
+    write_behind(run.store.url_of(slot), promise, work)
+    return ref_of(promise)
 
 
 @phase("reading the checkpoint")
@@ -140,6 +166,7 @@ def restore_checkpoint(
     of this process are read. Branches named in `unasked` are left out. Raises CorruptObject, naming
     the file or the array, where these differ; ObjectMissing.
     """
+    settle(run.store.url_of(ref.slot))
     manifest, expected = manifest_of(run.store, ref), _leaves(like)
     parts, arrays = array_parts(manifest), dict[ArrayPath, Any]()
     if parts and not any(part.name.endswith(SUFFIX) for part in parts):
@@ -178,7 +205,15 @@ def _check_shapes(
 # ---------------------------------------------------------------- writing
 
 
-def _write(run: Run, slot: str, attempt: str, tree: Tree) -> list[Part]:
+def _write(
+    run: Run,
+    slot: str,
+    attempt: str,
+    tree: Tree,
+    *,
+    put: Callable[..., Part] = put_part,
+    in_flight: int = FILES_IN_FLIGHT_MAX,
+) -> list[Part]:
     """Write this process's part of the arrays, durably; the records of its files."""
     arrays = _leaves(tree)
     number, count = process_number()
@@ -196,20 +231,25 @@ def _write(run: Run, slot: str, attempt: str, tree: Tree) -> list[Part]:
     files = list(_batches(own, file_bytes))
     alone = count == 1 and len(files) == 1
 
-    def put(numbered: tuple[int, Sequence[Tensor]]) -> tuple[Part, Header]:
+    def put_file(numbered: tuple[int, Sequence[Tensor]]) -> tuple[Part, Header]:
         place, tensors = numbered
         name = ARRAYS if alone else f"{ARRAYS}-{number:05d}-{place:05d}"
         data, header = encoded((each, _values(arrays[each.path], each.box)) for each in tensors)
-        return put_part(run.store, slot, f"{attempt}/{name}{SUFFIX}", data), header
+        return put(run.store, slot, f"{attempt}/{name}{SUFFIX}", data), header
 
     # Hashing, syncing and uploading release the interpreter.
-    with ThreadPoolExecutor(FILES_IN_FLIGHT_MAX) as pool:
-        written = list(pool.map(put, enumerate(files)))
+    with ThreadPoolExecutor(in_flight) as pool:
+        written = list(pool.map(put_file, enumerate(files)))
     parts = [part for part, _ in written]
     if alone or not written:
         return parts
     index = canonical_json({part.name.rpartition("/")[2]: header for part, header in written})
-    return [*parts, put_part(run.store, slot, f"{attempt}/{INDEX}-{number:05d}.json", index)]
+    return [*parts, put(run.store, slot, f"{attempt}/{INDEX}-{number:05d}.json", index)]
+
+
+def _hashed(store: ObjectStore, slot: str, name: str, data: bytes) -> Part:
+    """The entry that `put_part` returns."""
+    return part_of(name, data)
 
 
 def _held(array: Any, count: int) -> dict[Box, list[int]]:

@@ -28,6 +28,7 @@ from marin_rl.errors import (
 from marin_rl.slot_ref import SlotRef
 from marin_rl.storage.provenance import code_version, library_versions
 from marin_rl.storage.stores.filesystem import ObjectStore, PutOutcome
+from marin_rl.storage.written_behind import promised, settle
 from schemas import Malformed, NewerVersion
 from schemas.manifests import Manifest, Parent, Part, canonical_json, sha256_of
 
@@ -153,6 +154,7 @@ def record_errors(source: str) -> Iterator[None]:
 
 def read_manifest(store: ObjectStore, slot: str) -> tuple[Manifest, str] | None:
     """The manifest that commits `slot` and the SHA-256 of its bytes; None while uncommitted."""
+    settle(store.url_of(slot))
     key = manifest_key(slot)
     try:
         data = store.read(key)
@@ -176,7 +178,12 @@ def committed_manifest(store: ObjectStore, slot: str, hint: str = "") -> Manifes
 
 
 def manifest_of(store: ObjectStore, ref: SlotRef) -> Manifest:
-    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another."""
+    """The manifest that `ref` names. Raises ObjectMissing, or CorruptObject if it is another.
+
+    Files that it names may be written still: `settle` waits for them.
+    """
+    if (manifest := promised(store.url_of(ref.slot), ref)) is not None:
+        return manifest
     manifest = committed_manifest(store, ref.slot)
     # By the digest, too: a slot that was deleted and made again is another slot.
     if manifest.sha256 != ref.sha256:
@@ -267,8 +274,13 @@ def commit_slot(store: ObjectStore, slot: str, *, attempt: str, **record: Any) -
     Another attempt's commit of the same fingerprint is adopted. Raises as `commit_manifest` does.
     """
     # After the parts: they are durable by now, so no manifest names a file that a crash lost.
-    winner = commit_manifest(store, new_manifest(slot, attempt=attempt, **record))
-    return ref_of(winner, reused=winner.attempt != attempt)
+    return commit_parts(store, new_manifest(slot, attempt=attempt, **record))
+
+
+def commit_parts(store: ObjectStore, manifest: Manifest) -> SlotRef:
+    """Commit the slot of `manifest`, whose parts are written: see `commit_manifest`."""
+    winner = commit_manifest(store, manifest)
+    return ref_of(winner, reused=winner.attempt != manifest.attempt)
 
 
 def _expired(store: ObjectStore, manifest: Manifest) -> Manifest | None:
@@ -312,6 +324,7 @@ def commit_object(
     `deadline_s` passes without knowing whether our create happened, StoreUnavailable when nothing
     was tried because even the first look failed, StorageError when the store refuses for good.
     """
+    settle()  # first: this may be of what is being committed
     # The same name and bytes for all tries: whichever takes effect late commits the same.
     look = partial(_look, store, key, data, attempt, fingerprint, identify)
     tried = False  # a create that was sent may take effect later, whatever its reply was

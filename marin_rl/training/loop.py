@@ -216,7 +216,12 @@ class Trainer(Phase):
         slot = self._slot(checkpoint_slot(round + 1), content, (checkpoint, batches))
         if (existing := slot.find()) is not None:
             return existing
-        slot = replace(slot, optimizer_round=self._optimizer_round(round + 1, checkpoint))
+        slot = replace(
+            slot,
+            optimizer_round=self._optimizer_round(round + 1, checkpoint),
+            # Other processes that take stages can only wait for what is committed.
+            behind=self._run.config.flow.runner == "local",
+        )
         # One attempt names scores and checkpoint: both are parts of one slot, committed by one
         # manifest.
         account, attempt = RoundAccount(self._tokenizer), new_attempt()

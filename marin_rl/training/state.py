@@ -348,7 +348,7 @@ class CheckpointSlot:
     `content` is what decides the state besides the `parents`. `tokenizer` goes into the identity,
     and so does `adapter`, where the state is one. With `optimizer_round`, the policy's parameters
     and the counters are all that is written: see `marin_rl.storage.run_progress`. `facts` are those
-    of the layout of devices.
+    of the layout of devices. `behind`: what is committed is written later: see `commit_checkpoint`.
     """
 
     run: Run
@@ -359,6 +359,7 @@ class CheckpointSlot:
     adapter: AdapterOf | None = None
     optimizer_round: int | None = None
     facts: Mapping[str, str] = field(default_factory=dict[str, str])
+    behind: bool = False
 
     def find(self) -> SlotRef | None:
         """Return the slot if it is committed. Raises CommitConflict if it holds something else."""
@@ -391,4 +392,5 @@ class CheckpointSlot:
             extra={**identity, **earlier, **(extra or {})},
             facts=self.facts,
             extra_parts=extra_parts,
+            behind=self.behind,
         )
