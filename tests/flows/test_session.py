@@ -57,8 +57,9 @@ def test_a_run_goes_on_from_its_latest_checkpoint(run: Run) -> None:
     assert point(run) == 2
 
 
-def test_a_round_that_was_trained_but_not_closed_is_played_again(run: Run) -> None:
-    for round in range(3):
+@pytest.mark.parametrize("trained", [2, 3])
+def test_rounds_that_were_trained_but_not_closed_are_played_again(run: Run, trained: int) -> None:
+    for round in range(trained + 1):
         commit(run, checkpoint_slot(round))
     close(run, 0)
     assert point(run) == 1
