@@ -49,6 +49,7 @@ from marin_rl.serving.weights.checkpoint_loader import read_slot, with_update_ro
 from marin_rl.serving.weights.export import export, export_peft, exports_of
 from marin_rl.storage.fleet import Target, run_sha256
 from marin_rl.storage.runs import Run, round_name, round_of
+from marin_rl.storage.written_behind import settle
 from marin_rl.training.adapters import merged_model
 from marin_rl.training.hf_folders import save_hf
 from marin_rl.training.loop import Trainer
@@ -233,6 +234,7 @@ class Pull(Transport):
     def publish(self, weights: Weights) -> Published:
         run, inference, version = self._run, self._inference, weights.version
         digest, source = weights.identity.parameters_digest, _source(run, weights)
+        settle()  # they can read what is committed
         self._announced = True
         target = Target(
             run_sha256=run_sha256(run.folder),
