@@ -171,8 +171,6 @@ sampling.top_k=5; objective.kl_placement=reward; objective.kl_coefficient=0.1;
     -> Set kl_placement to loss, or sample with top_p 1 and top_k 0
 objective.surrogate=reinforce; batching.staleness_rounds_max=1
     -> batching.staleness_rounds_max is 1, but objective.surrogate reinforce
-objective.surrogate=reinforce; asynchrony.max_staleness=2
-    -> asynchrony.max_staleness is 2, but objective.surrogate reinforce
 retention.checkpoints_last=2; retention.best=eval/accurcy
     -> such as eval/accuracy or eval/pass@1, found eval/accurcy
 retention.checkpoints_last=2; retention.best=eval/pass@8

@@ -3,15 +3,28 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from support.flow_runs import DEBUG
 
+from marin_rl.config import Config, load_config
 from marin_rl.inference.client.answers import ChatAnswer, Completion
 from marin_rl.inference.client.protocol import ChatClient, ChatRequest, served_model_id
 from marin_rl.rollouts.trajectories import Interruption
 
 END = 1
 MODEL = served_model_id("policy", 0, "ab" * 32)
+PIECE, TOKENS_MAX = 3, 11
+
+
+def settings(root: str | Path, *items: str) -> Config:
+    """A run that samples in pieces."""
+    window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
+    pieces = [f"asynchrony.partial_tokens={PIECE}"]
+    limits = [f"sampling.max_tokens={TOKENS_MAX}", "rollouts.shards_per_round=1"]
+    return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
+
 
 # A module of an environment whose episodes are dialogues, without the steps.
 TALKS = """
@@ -100,3 +113,16 @@ def _completion(
 
 def text_of(ids: Sequence[int], _reason: str) -> str:
     return "".join(chr(96 + i) for i in ids if i != END)
+
+
+class FirstPieces(Interruption):
+    """Interrupts sampling after some pieces."""
+
+    def __init__(self, pieces: int) -> None:
+        self._pieces, self._asked = pieces, 0
+
+    @property
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """False for the first questions."""
+        self._asked += 1
+        return self._asked > self._pieces

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from rollouts.scripted_pieces import MODEL, ScriptedClient, text_of
+from rollouts.scripted_pieces import (
+    MODEL,
+    PIECE,
+    TOKENS_MAX,
+    FirstPieces,
+    ScriptedClient,
+    settings,
+    text_of,
+)
 from support.fakes import FakePolicyServer, served_policy
 from support.flow_runs import DEBUG
 from support.run_factories import audit_round, checkpoint, train
@@ -19,7 +27,7 @@ from support.servers import serving
 from marin_rl.analysis.lineage import trace
 from marin_rl.analysis.verify import verify_run
 from marin_rl.batching.build import build_round
-from marin_rl.config import Config, load_config
+from marin_rl.config import load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.errors import InputError, MarinRLError
 from marin_rl.inference.client.answers import ChatAnswer, Completion
@@ -36,7 +44,7 @@ from marin_rl.rollouts.generate import (
 from marin_rl.rollouts.partial import in_pieces, piecewise
 from marin_rl.rollouts.sampler import CommittedMembers
 from marin_rl.rollouts.streaming import CHUNK, group_id_of, stream_requests
-from marin_rl.rollouts.trajectories import GroupRequest, Interrupted, Interruption
+from marin_rl.rollouts.trajectories import GroupRequest, Interrupted
 from marin_rl.serving.server import PolicyServer
 from marin_rl.storage.commits import committed_manifest
 from marin_rl.storage.layout import STREAM, partial_key, partial_of
@@ -55,16 +63,6 @@ from marin_rl.storage.upkeep.fsck import check_run
 from marin_rl.storage.upkeep.gc import collect
 from marin_rl.storage.upkeep.streams import unfinished_groups, waiting_rollouts
 from marin_rl.types import Rollout, RolloutGroup, ServedPolicy
-
-PIECE = 3
-TOKENS_MAX = 11
-
-
-def settings(root: str | Path, *items: str) -> Config:
-    window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
-    pieces = [f"asynchrony.partial_tokens={PIECE}"]
-    limits = [f"sampling.max_tokens={TOKENS_MAX}", "rollouts.shards_per_round=1"]
-    return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
 
 
 @pytest.fixture
@@ -365,7 +363,7 @@ def test_a_shard_goes_on_with_what_a_process_left_of_it(server, tmp_path):
 
     async def left() -> list[RolloutGroup]:
         endpoints = policy_client(run.config, policy)
-        client = in_pieces(run.config, endpoints, partials, requests, EachPiece())
+        client = in_pieces(run.config, endpoints, partials, requests, FirstPieces(2))
         return await sample_groups(job, requests, client, log)
 
     assert len(asyncio.run(left())) < len(requests)
@@ -379,19 +377,6 @@ def test_a_shard_goes_on_with_what_a_process_left_of_it(server, tmp_path):
     assert {name for name in names if name.startswith("partial-")} <= {
         item.key.rpartition("/")[2] for item in collect(run).garbage
     }, "they go once the shard is committed"
-
-
-class EachPiece(Interruption):
-    """Interrupts sampling after the first requests of two groups."""
-
-    def __init__(self) -> None:
-        self._asked = 0
-
-    @property
-    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False for the first questions."""
-        self._asked += 1
-        return self._asked > 2
 
 
 def test_endpoints_are_asked_once_for_a_policy_and_again_after_a_refusal(tmp_path: Path) -> None:

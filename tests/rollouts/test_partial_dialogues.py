@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollouts.scripted_pieces import MODEL, ScriptedClient, text_of
+from rollouts.scripted_pieces import MODEL, FirstPieces, ScriptedClient, settings, text_of
 from support.cases import others_slow
 from support.fakes import served_policy
 from support.flow_runs import DEBUG
 from support.servers import serving
 from support.streams import groups_in
 
-from marin_rl.config import Config, EnvironmentConfig, load_config
+from marin_rl.config import EnvironmentConfig, load_config
 from marin_rl.environments.checks import environment_of
 from marin_rl.environments.echo import Echo
 from marin_rl.environments.episode import Episode, StepResult, Tool
@@ -23,7 +23,6 @@ from marin_rl.progress import ProgressEvent
 from marin_rl.rollouts.generate import SamplingJob, sample_groups
 from marin_rl.rollouts.partial import piecewise
 from marin_rl.rollouts.streaming import sample_chunk, stream_requests
-from marin_rl.rollouts.trajectories import Interruption
 from marin_rl.storage.layout import STREAM
 from marin_rl.storage.runs import Run
 from marin_rl.storage.tables.group_log import partials_of_stream
@@ -71,13 +70,6 @@ def bridge(
 ) -> np.ndarray:
     """Ids of the messages' characters."""
     return np.array([ord(c) for message in messages for c in message.content] + [7], np.int32)
-
-
-def settings(root: Path, *items: str) -> Config:
-    window = ["asynchrony.sampler=windowed", "asynchrony.max_staleness=2"]
-    pieces = ["asynchrony.partial_tokens=3"]
-    limits = ["sampling.max_tokens=11", "rollouts.shards_per_round=1"]
-    return load_config(DEBUG, [f"root={root}", *window, *pieces, *limits, *items])
 
 
 def played(
@@ -166,19 +158,6 @@ def test_a_member_whose_environment_answers_otherwise_begins_again(tmp_path, oth
     assert unfinished_groups(run).begun_again == len(reasons(run))
     whole = Run.create_or_open(settings(tmp_path / "whole"))
     check_same(members(groups), members(played(whole, ScriptedClient(), other, pieces=False)))
-
-
-class FirstPieces(Interruption):
-    """Interrupts sampling after some pieces."""
-
-    def __init__(self, pieces: int) -> None:
-        self._pieces, self._asked = pieces, 0
-
-    @property
-    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """False for the first questions."""
-        self._asked += 1
-        return self._asked > self._pieces
 
 
 GAME = (
