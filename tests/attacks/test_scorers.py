@@ -1,6 +1,7 @@
 """Reward functions that leave processes behind, look for secrets, flood and fill memory."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,3 +148,17 @@ def test_output_of_a_reward_is_bounded_and_has_no_control_characters(scorer, exa
 
 def test_a_reward_that_reads_its_input_takes_no_questions(scorer: Scorer, example: Example) -> None:
     assert rewards(scorer, example, "input", "abc") == [0.0, 3.0]
+
+
+def test_a_supervisor_that_is_killed_takes_its_worker_along(folder, example, tmp_path):
+    config = configured(folder)
+    scorer = Scorer(make_environment(config), config)
+    rewards(scorer, example, "abc")
+    assert scorer._pool is not None
+    (supervisor,) = scorer._pool.process_ids
+    path = Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    children = [int(word) for word in path.read_text().split()]
+    assert children
+    subprocess.run(["kill", "-9", str(supervisor)], check=True)
+    wait_until_gone(children)
+    scorer.close()
