@@ -32,7 +32,10 @@ from marin_rl.types import SlotRef
 TESTS = Path(__file__).parents[1]
 
 
-def test_an_admin_token_does_not_open_the_api_to_the_network(monkeypatch):
+def test_without_a_token_it_is_not_started_for_the_network(server, monkeypatch):
+    with pytest.raises(ConfigError, match="set a token in the environment variable"):
+        server.start("0.0.0.0")
+    # and the admin's opens nothing
     monkeypatch.setenv("MARIN_RL_ADMIN_KEY", "x")
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match="MARIN_RL_API_KEY, or bind to"):
