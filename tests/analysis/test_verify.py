@@ -359,13 +359,12 @@ def altered(run: Run, round: int, **changes: float | None) -> None:
 )
 def test_an_altered_row_is_detected(copy: Run, name: str, value: float | None, told: str) -> None:
     altered(copy, 1, **{name: value})
-    wrong = [found for found in verify_run(copy) if found.problem]
+    wrong = [found for found in verify_run(copy, 1) if found.problem]
     if told.endswith(UNREADABLE):  # an evaluation that was never made
         assert "evals/round-00001 is not committed" in wrong[0].message
     else:
         assert wrong[0].message.startswith(told)
         assert f"found {'none' if value is None else f'{value:.9g}'}" in wrong[0].message
-    assert {found.round for found in wrong} == {1}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +382,7 @@ def test_an_altered_file_is_detected(copy: Run, tmp_path: Path, pattern: str) ->
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
-    wrong = [found for found in verify_run(copy) if found.problem]
+    wrong = [found for found in verify_run(copy, 0) if found.problem]
     assert [(found.round, found.metric) for found in wrong] == [(0, UNREADABLE)]
     assert path.name in wrong[0].problem
 

@@ -105,11 +105,6 @@ def test_a_strong_bias_decides_and_a_ban_holds(engine):
     assert set(left.token_ids.tolist()) == {3, 4}
 
 
-def test_a_frequency_penalty_without_end_never_repeats_a_token(engine):
-    (sample,) = result_of(engine, request_of(4, frequency_penalty=1e6, max_tokens=60)).samples
-    assert len(set(sample.token_ids.tolist())) == 60
-
-
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("count", [1, 5, 20])
 def test_top_logprobs_are_sorted_and_those_of_the_full_forward(engine, model, raw, count):

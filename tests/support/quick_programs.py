@@ -74,9 +74,13 @@ def _without_emitters() -> Callable[..., Any]:
     return options
 
 
-def run_on_devices(count: int, module: Path, call: str) -> None:
-    """Call a function of a test module in a process of its own that has `count` CPU devices."""
-    folder, flags = module.parent, f"--xla_force_host_platform_device_count={count} {QUICK_FLAG}"
+def run_on_devices(count: int, module: Path, call: str, *, quick: bool = True) -> str:
+    """Call a function of a test module in a process of its own that has `count` CPU devices.
+
+    What it wrote to stderr, compilers' warnings among it.
+    """
+    folder, flags = module.parent, f"--xla_force_host_platform_device_count={count}"
+    flags = f"{flags} {QUICK_FLAG}" if quick else flags
     places = f"{folder.parents[1]}:{folder.parent}:{folder}"
     done = subprocess.run(
         [sys.executable, "-c", f"import {module.stem}; {module.stem}.{call}"],
@@ -84,7 +88,8 @@ def run_on_devices(count: int, module: Path, call: str) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stderr

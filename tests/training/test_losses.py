@@ -16,6 +16,7 @@ from marin_rl.config import ObjectiveConfig
 from marin_rl.config.objective import RATIO_LEVELS
 from marin_rl.training.losses import (
     binary_kl,
+    dppo_kl,
     dro_penalty,
     gmpo_log_ratios,
     kl_estimate,
@@ -533,3 +534,15 @@ def test_binary_kl_by_hand_and_at_its_ends():
     found = binary_kl(new, new - old)
     np.testing.assert_allclose(found[:2], [0.5108256, 0.0], atol=1e-6)
     np.testing.assert_allclose(found[2:], [0.0, np.log(2)], atol=1e-6)  # certain, and no longer
+
+
+def test_dppo_kl_stops_what_is_driven_too_far_and_no_other():
+    old = np.log(np.array([0.5, 0.5, 0.5, 1e-4], np.float32))
+    new = np.log(np.array([0.9, 0.1, 0.6, 1e-2], np.float32))  # KL 0.51, 0.51, 0.020, 0.0095
+
+    def loss(logprobs, sign):
+        return jnp.sum(dppo_kl(logprobs, logprobs - old, jnp.full(4, sign), 0.05, 0.05))
+
+    gradient = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(gradient(new, 1.0), [0.0, -0.2, -1.2, -100.0], rtol=1e-5)
+    np.testing.assert_allclose(gradient(new, -1.0), [1.8, 0.0, 1.2, 100.0], rtol=1e-5)

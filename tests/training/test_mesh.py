@@ -1,10 +1,6 @@
 """The same step on a mesh: parameters after some steps are those of a single device."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.quick_programs import QUICK_FLAG
+from support.quick_programs import run_on_devices
 from training.batches import LENGTH, VOCAB, compilations, random_batch, tiny_policy
 from training.steps import take_step
 
@@ -152,23 +148,22 @@ def after_three_steps(config, mesh, *, packed=False):
     return {name: np.asarray(array) for name, array in state.parameters.items()}, metrics
 
 
-def drifts(root):
-    """Of each mesh, the largest difference to one device: called where there are eight."""
+def learn_on_every_mesh(root):
+    """Called where there are eight devices."""
+    assert jax.device_count() == 8
     enable_compilation_cache()
     trainer_logprobs.TOKENS_PER_CHUNK = 7  # several chunks, not as many on every device
     config = load_config(DEBUG, [f"root={root}", *EIGHT])
     expected, metrics = after_three_steps(config, MeshConfig())
     start = first_parameters(config, character_tokenizer())
-    told = [max(float(np.abs(expected[name] - start[name]).max()) for name in expected)]
+    assert max(np.abs(expected[name] - start[name]).max() for name in expected) > 1e-3
     for sizes in MESHES:
         # with all axes at once, also by the attention of packed rows
         mesh, packed = MeshConfig(**sizes), len(sizes) > 1
         found, of_mesh = after_three_steps(config, mesh, packed=packed)
         assert of_mesh == pytest.approx(metrics, rel=1e-3, abs=1e-5)
-        told.append(max(float(np.abs(found[name] - expected[name]).max()) for name in expected))
-    devices = jax.device_count()
+        assert max(np.abs(found[name] - expected[name]).max() for name in expected) < 3e-7, sizes
     look_up_in_a_spread_table()
-    return json.dumps({"devices": devices, "moved": told[0], "drifts": told[1:]})
 
 
 def look_up_in_a_spread_table():
@@ -203,25 +198,8 @@ def look_up_in_a_spread_table():
 
 @pytest.mark.slow
 def test_parameters_after_three_steps_on_eight_devices_are_those_of_one(tmp_path):
-    script = "import sys; from test_mesh import drifts; sys.stdout.write(drifts(sys.argv[1]))"
-    places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
-    flags = f"--xla_force_host_platform_device_count=8 {QUICK_FLAG}"
-    eight = {"XLA_FLAGS": flags, "PYTHONWARNINGS": "ignore"}
-    answer = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env=os.environ | eight | {"PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    told = json.loads(answer.stdout)
-    assert "rematerialization" not in answer.stderr, answer.stderr[-3000:]
-    assert told["devices"] == 8
-    assert told["moved"] > 1e-3
-    assert len(told["drifts"]) == len(MESHES)
-    assert max(told["drifts"]) < 3e-7, dict(zip(map(str, MESHES), told["drifts"], strict=True))
+    told = run_on_devices(8, Path(__file__), f"learn_on_every_mesh({str(tmp_path)!r})")
+    assert "rematerialization" not in told, told[-3000:]
 
 
 def shared_rows(rows):

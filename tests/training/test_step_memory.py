@@ -4,11 +4,7 @@ Nothing is computed and no array is made: programs are compiled from shapes.
 """
 
 import inspect
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.quick_programs import quick_programs
+from support.quick_programs import quick_programs, run_on_devices
 
 from marin_rl.config import Config, load_config
 from marin_rl.planning import StepMemory, architecture_of
@@ -191,32 +187,18 @@ MESHES = (
 )
 
 
-def planned_shares() -> str:
-    """Of each mesh, what is planned by what XLA says: called where there are eight devices."""
-    told = []
+def plan_for_every_mesh() -> None:
+    """Called where there are eight devices."""
     with quick_programs(emitters=True):
         for sizes, length, rows, more in MESHES:
             config = configured(sizes, length, rows, *more)
             architecture = architecture_of(config)
             assert architecture is not None
             planned = StepMemory.of(config, architecture, on_host=True).peak
-            told.append(planned / step_bytes(config, rows, length))
-    return json.dumps(told)
+            assert planned / step_bytes(config, rows, length) == pytest.approx(1.0, abs=0.1), more
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_device_of_eight_is_what_xla_says():
-    script = "import sys; from test_step_memory import planned_shares as told"
-    places = [str(Path(__file__).parents[folder]) for folder in (0, 1, 2)]
-    own = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    answer = subprocess.run(
-        [sys.executable, "-c", f"{script}; sys.stdout.write(told())"],
-        env=os.environ | own | {"PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    shares = json.loads(answer.stdout)
-    assert shares == pytest.approx([1.0] * len(MESHES), abs=0.1)
+def test_the_plan_of_a_device_of_eight_is_what_xla_says(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    run_on_devices(8, Path(__file__), "plan_for_every_mesh()", quick=False)
