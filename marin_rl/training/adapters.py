@@ -220,9 +220,6 @@ class Blocks:
         block, self.sums = self.at(np.int32(layer), self.sums)
         return block
 
-    def __getitem__(self, layer: int) -> DecoderLayer:
-        return self.of(np.int32(layer), [array[layer] for array in self.arrays])
-
     def first(self, count: int) -> list[DecoderLayer]:
         """The first `count` layers."""
         # Cut all at once: the gradients of the parts are then joined, and not added up.

@@ -58,7 +58,7 @@ Forward = Callable[..., jax.Array]
 
 
 def trained(model: LanguageModel, parameters: Any, x: Any, *, grouped: bool) -> jax.Array:
-    layer = Blocks(with_parameters(model, parameters).layers)[0]
+    layer = Blocks(with_parameters(model, parameters).layers).take(0)
     linears = TrainedLinears(model.spec, layer, ("batch", "position"))
     return after_mlp(model.spec, linears, x, grouped=grouped)
 
@@ -134,7 +134,7 @@ def test_products_by_group_are_those_of_all_experts(name: str, forward: Forward)
 def test_groups_may_be_empty_or_everything(tokens, chosen, biases):
     spec = replace(spec_of("gpt-oss-20b"), experts_chosen=chosen)
     model, x = model_with(spec, biases), inputs(spec, tokens, rows=1)
-    linears = TrainedLinears(spec, Blocks(model.layers)[0], ("batch", "position"))
+    linears = TrainedLinears(spec, Blocks(model.layers).take(0), ("batch", "position"))
     taken = {*np.asarray(routing_of(spec, linears.router(jnp.asarray(x))).experts).ravel().tolist()}
     assert taken == {5} if chosen == 1 else not taken & {*biases}
     found, expected = (
@@ -147,7 +147,7 @@ def within_rows(model: LanguageModel, parameters: Any, x: Any, *, grouped: bool)
     """As the trainer computes the last layer: each device on its own rows."""
 
     def own(parameters: Any, x: jax.Array) -> jax.Array:
-        layer = Blocks(with_parameters(model, parameters).layers)[0]
+        layer = Blocks(with_parameters(model, parameters).layers).take(0)
         linears = TrainedLinears(model.spec, layer, ("token",))
         tokens = x.reshape(-1, x.shape[-1])
         return after_mlp(model.spec, linears, tokens, grouped=grouped).reshape(x.shape)
