@@ -5,7 +5,8 @@
     python bench/long_rows.py --model FOLDER --row 4096 --axes 1 4 --gradients
 
 One row of the pages of docs/ through a model's folder, all of whose layers are taken without
-`--layers`. A line of JSON for each axis: GB of a device by XLA's analysis, and the largest
+`--layers`. For rows beyond a model's own positions, give a copy of its folder whose config.json has
+`rope_scaling`, such as yarn. A line of JSON for each axis: GB of a device by XLA's analysis, and the largest
 differences to the first axis by the largest value, of log-probabilities and of each gradient.
 Devices are parts of this machine's CPU: they come to a sum minutes apart, for which XLA waits 40 s
 by itself.
