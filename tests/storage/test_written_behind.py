@@ -52,7 +52,7 @@ def test_the_reference_is_that_of_what_is_committed(run):
     np.testing.assert_array_equal(restore_checkpoint(run, ref, tree)["weight"], tree["weight"])
 
 
-def test_who_reads_the_slot_or_commits_anything_waits(run):
+def test_reads_of_the_slot_and_all_commits_wait(run):
     may_write, told = threading.Event(), list[str]()
     manifest = new_manifest(SLOT, attempt=new_attempt(), fingerprint="f")
 
@@ -138,7 +138,7 @@ def test_another_process_that_commits_meanwhile_ends_this_one(run, busy):
         later(run)
 
 
-def test_what_a_run_that_ended_could_not_write_is_given_up(run, busy, caplog):
+def test_writes_that_fail_at_the_end_of_a_run_are_given_up(run, busy, caplog):
     tree = {"weight": np.zeros(10, np.float32)}
     commit(run, tree)
     tree["weight"][0] = 1
