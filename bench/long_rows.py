@@ -6,10 +6,10 @@
 
 One row of the pages of docs/ through a model's folder, all of whose layers are taken without
 `--layers`. For rows beyond a model's own positions, give a copy of its folder whose config.json has
-`rope_scaling`, such as yarn. A line of JSON for each axis: GB of a device by XLA's analysis, and the largest
-differences to the first axis by the largest value, of log-probabilities and of each gradient.
-Devices are parts of this machine's CPU: they come to a sum minutes apart, for which XLA waits 40 s
-by itself.
+`rope_scaling`, such as yarn. A line of JSON for each axis: GB of a device by XLA's analysis, and
+the largest differences to the first axis by the largest value, of log-probabilities and of each
+gradient. Devices are parts of this machine's CPU: they come to a sum minutes apart, for which XLA
+waits 40 s by itself.
 """
 
 import argparse

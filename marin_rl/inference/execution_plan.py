@@ -27,7 +27,15 @@ from marin_rl.inference.batch_invariance import (
     random_weights,
 )
 from marin_rl.inference.kv_cache import SHARE, block_size
-from marin_rl.inference.weights import Decoder, Rotary, Weights, fused_weights, own_layout
+from marin_rl.inference.weights import (
+    Decoder,
+    Rotary,
+    Weights,
+    fit_in_place,
+    fused_weights,
+    own_layout,
+    weights_in_place,
+)
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.spec import Spec
 
@@ -69,6 +77,7 @@ class ExecutionPlan:
     dtype: jnp.dtype
     own: str
     grows: bool = False
+    in_place: bool = False
     invariance: Invariance = UNPROVEN
 
     @property
@@ -85,7 +94,7 @@ class ExecutionPlan:
             prefix_cache=self.prefix_cache,
             adapters=self.bank_sizes.adapters,
             adapter_rank=self.bank_sizes.rank,
-            own=self.own,
+            own="in place" if self.in_place else self.own,
             whole=self.whole,
         )
 
@@ -178,6 +187,11 @@ def first_plan(
         bank_sizes=BankSizes(adapters=adapters, rank=rank) if adapters else BankSizes(),
         dtype=dtype,
         own=own_layout(weights.layers),
+        # A joined copy is faster for small matrices, and takes the memory of all layers.
+        in_place=not accelerator
+        and not on_mesh
+        and weights_bytes > LANE_WEIGHTS_BYTES_MAX
+        and fit_in_place(weights, dtype),
     )
 
 
@@ -201,7 +215,10 @@ def _prove(
         fused = random_weights(jax.eval_shape(fuse, weights), put)
         fused = fused._replace(ends=fused.ends._replace(rotary=rotary))
     else:  # a second copy would cost too much memory
-        fused = fuse(weights, rotary=rotary)
+        fused = None
+        if plan.in_place:
+            fused = weights_in_place(plan.spec, weights, plan.dtype, rotary)
+        fused = fused or fuse(weights, rotary=rotary)
 
     def outcome_of(fused: Decoder, *, masked: bool) -> Invariance:
         if plan.bank_sizes.adapters:

@@ -56,7 +56,9 @@ class GrowingRunner(Runner):
 
     def _shaped(self, plan: ExecutionPlan) -> ExecutionPlan:
         lanes = Lanes(1, plan.lanes.slots)
-        whole = replace(plan, lanes=lanes, can_share=False, ahead=False, grows=True)
+        # In place: a server's first tokens come before a copy would be made.
+        of_server = {"can_share": False, "ahead": False, "grows": True, "in_place": True}
+        whole = replace(plan, lanes=lanes, **of_server)
         self._whole, self.programs = whole, set[str]()  # those that are compiled
         self._layers = LayerPrograms(self.spec, plan.chunk_steps, self.put)
         self._slot_R = np.full(1, EMPTY, np.int32)

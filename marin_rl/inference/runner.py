@@ -416,7 +416,7 @@ class DeviceMemory:
             # the old copy is gone by now: two at once may not fit
             with self._placement.active():
                 sources = self._plan.spec, policy.weights, self._plan.dtype, self._rotary
-                fused = weights_in_place(*sources) if self._plan.grows else None
+                fused = weights_in_place(*sources) if self._plan.in_place else None
                 if fused is None:
                     fused = fused_weights(*sources)
             self._fused = policy.key, fused

@@ -340,16 +340,20 @@ def fused_weights(
     return Decoder(ends, compiled_layers(spec=spec, layers=own, dtype=dtype), quantized)
 
 
+def fit_in_place(weights: Weights, dtype: jnp.dtype) -> bool:
+    """False if weights lie quantised, have adapters of their own, or are of another dtype."""
+    leaves = jax.tree.leaves(weights)
+    return not own_layout(weights.layers) and all(leaf.dtype == dtype for leaf in leaves)
+
+
 def weights_in_place(
     spec: Spec, weights: Weights, dtype: jnp.dtype, rotary: Rotary
 ) -> Decoder | None:
     """The model's own memory as programs read it: nothing is copied, and nothing compiled.
 
-    For one CPU. None where that is not possible: the weights lie quantised, have adapters of their
-    own, or are of another dtype than `dtype`.
+    For one CPU. None where that is not possible: see `fit_in_place`.
     """
-    leaves = jax.tree.leaves(weights)
-    if own_layout(weights.layers) or any(leaf.dtype != dtype for leaf in leaves):
+    if not fit_in_place(weights, dtype):
         return None
     # a device on the CPU takes a view of memory that is aligned as it is; else it copies
     host = jax.tree.map(np.asarray, weights.layers)

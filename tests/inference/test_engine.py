@@ -24,6 +24,7 @@ from support.cases import others_slow, printed_seed
 from support.models import FAMILIES, VOCABULARY, full_logits, full_logprobs, tiny_model
 
 from marin_rl.errors import InferenceError, InputError
+from marin_rl.inference import execution_plan
 from marin_rl.inference.generation import Delta, GenerationRequest
 from marin_rl.inference.logprobs import score_tokens
 from marin_rl.inference.programs import decode_chunk
@@ -270,3 +271,17 @@ def test_closing_fails_what_has_not_ended(model):
             future.result(timeout=10)
     with pytest.raises(InferenceError, match="closed"):
         engine.submit(request_of())
+
+
+def test_a_large_model_is_decoded_from_its_own_memory(model, engine, monkeypatch):
+    monkeypatch.setattr(execution_plan, "LANE_WEIGHTS_BYTES_MAX", 0)
+    request = request_of(20, temperature=0.0)
+    with closing(engine_of(model, lanes=1)) as large:
+        result = result_of(large, request)
+        (query, *_) = large._runner.memory.decoder(large.policy).layers[1].qkv.parts
+    own = np.asarray(model.layers.stacked.self_attn.q_proj.weight.array)[1]
+    assert np.shares_memory(np.asarray(query), own)
+    expected = result_of(engine, request)
+    for one, other in zip(result.samples, expected.samples, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
