@@ -432,6 +432,7 @@ def test_a_process_that_differs_is_named(
     assert not list((tmp_path / "runs").glob("hosts/*"))
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of a child with a limit, after JAX
 def test_a_process_that_cannot_write_is_named_and_the_same_command_goes_on(
     two_by_two: Run, launch: Launch, config: Path, environment: Any, tmp_path: Path
 ):
