@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marin_rl.config import Config
 from marin_rl.storage.runs import Run
+from marin_rl.storage.written_behind import settle
 from marin_rl.training.loop import Trainer
 from marin_rl.types import SlotRef
 
@@ -30,4 +31,5 @@ def play(run: Run, trainer: Trainer, checkpoint: SlotRef, rounds: Iterable[int])
     """The checkpoint after these rounds, each of two steps."""
     for round in rounds:
         checkpoint = trainer.train_round(round, batches_of(run, round), checkpoint)
+    settle()  # for tests that look at files
     return checkpoint
