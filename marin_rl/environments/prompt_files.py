@@ -291,6 +291,11 @@ def _messages(value: Any, column: str) -> list[Message]:
         if message.role == "tool":
             call_id = message.tool_call_id or next(iter(waiting), None)
             call = waiting.pop(call_id or "", None)
+            # Some rows have calls as the text of the message before.
+            as_text = messages and messages[-1].role == "assistant" and not messages[-1].tool_calls
+            if call is None and as_text and message.tool_call_id is None:
+                messages.append(message)
+                continue
             if call is None:
                 raise ValueError(
                     f"{where} is the result of a tool without a call: expected the assistant's "
