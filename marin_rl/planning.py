@@ -261,11 +261,12 @@ def _of_model(config: Config, architecture: Architecture, *, on_host: bool) -> d
         joined = sum(map(math.prod, architecture.linear_shapes.values()))
         if config.policy.quantize_base is not None:
             joined = memory.trained  # the engine reads the base where it lies
-        elif config.policy.lora is not None and config.inference.serve_merged is not False:
-            merged = PARAMETER_BYTES * joined  # with the adapter, and stays while steps run
-        large = PARAMETER_BYTES * architecture.parameters > LANE_WEIGHTS_BYTES_MAX
-        if on_host and large and memory.devices == 1 and value_bytes == PARAMETER_BYTES:
-            joined = 0  # the engine reads all where it lies
+        else:
+            if config.policy.lora is not None and config.inference.serve_merged is not False:
+                merged = PARAMETER_BYTES * joined  # with the adapter, and stays while steps run
+            large = PARAMETER_BYTES * architecture.parameters > LANE_WEIGHTS_BYTES_MAX
+            if on_host and large and memory.devices == 1 and value_bytes == PARAMETER_BYTES:
+                joined = 0  # the engine reads all where it lies
         weights = joined * value_bytes // config.mesh.tensor + merged
         fields |= {"engine_cache_bytes": cache, "engine_weight_bytes": weights}
         sampling = cache + weights

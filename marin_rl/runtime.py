@@ -312,7 +312,7 @@ def runtime_for(run: Run) -> RunRuntime:
 
 def release(run: Run) -> None:
     """Stop and drop this process's runtime of `run`, once what it writes is committed."""
-    end_writes()
+    end_writes(run.folder.url)
     with _runtimes_lock:
         kept = _runtimes.pop((run.store.url, run.run_id), None)
     if kept is not None:

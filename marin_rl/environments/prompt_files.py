@@ -285,24 +285,22 @@ def _messages(value: Any, column: str) -> list[Message]:
     if not value:
         raise ValueError(f"{column}: expected a list of messages that is not empty")
     messages, waiting = list[Message](), dict[str, ToolCall]()
+    calls_as_text = False  # as published rows of some templates have them
     for number, item in enumerate(value):
         where = f"{column}, message {number}"
         message = _message(item, where)
         if message.role == "tool":
             call_id = message.tool_call_id or next(iter(waiting), None)
             call = waiting.pop(call_id or "", None)
-            # Some rows have calls as the text of the message before.
-            as_text = messages and messages[-1].role == "assistant" and not messages[-1].tool_calls
-            if call is None and as_text and message.tool_call_id is None:
-                messages.append(message)
-                continue
-            if call is None:
+            if call is None and (message.tool_call_id is not None or not calls_as_text):
                 raise ValueError(
                     f"{where} is the result of a tool without a call: expected the assistant's "
                     f"message with that call before it, found {item!r:.80}"
                 )
-            message = replace(message, tool_call_id=call_id, name=message.name or call.name)
+            if call is not None:
+                message = replace(message, tool_call_id=call_id, name=message.name or call.name)
         else:
+            calls_as_text = message.role == "assistant" and not message.tool_calls
             waiting = {call.id: call for call in message.tool_calls}
         messages.append(message)
     return messages

@@ -31,10 +31,9 @@ from marin_rl.inference.weights import (
     Decoder,
     Rotary,
     Weights,
+    decoder_of,
     fit_in_place,
-    fused_weights,
     own_layout,
-    weights_in_place,
 )
 from marin_rl.machine import give_back_freed_memory
 from marin_rl.models.spec import Spec
@@ -210,15 +209,12 @@ def _prove(
     plan: ExecutionPlan, weights: Weights, rotary: Rotary, put: Callable[[Any], Any]
 ) -> Invariance:
     """Run the trials, with random adapters where the engine has room for some."""
-    fuse = partial(fused_weights, plan.spec, dtype=plan.dtype)
+    fuse = partial(decoder_of, plan.spec, dtype=plan.dtype, in_place=plan.in_place)
     if nbytes(weights) <= LANE_WEIGHTS_BYTES_MAX:
         fused = random_weights(jax.eval_shape(fuse, weights), put)
         fused = fused._replace(ends=fused.ends._replace(rotary=rotary))
     else:  # a second copy would cost too much memory
-        fused = None
-        if plan.in_place:
-            fused = weights_in_place(plan.spec, weights, plan.dtype, rotary)
-        fused = fused or fuse(weights, rotary=rotary)
+        fused = fuse(weights, rotary=rotary)
 
     def outcome_of(fused: Decoder, *, masked: bool) -> Invariance:
         if plan.bank_sizes.adapters:

@@ -47,10 +47,9 @@ from marin_rl.inference.weights import (
     Decoder,
     Rotary,
     Weights,
-    fused_weights,
+    decoder_of,
     read_model,
     rotary_table,
-    weights_in_place,
 )
 from marin_rl.machine import ENGINE_KEYS, memory_errors
 from marin_rl.models.module import LanguageModel
@@ -416,9 +415,7 @@ class DeviceMemory:
             # the old copy is gone by now: two at once may not fit
             with self._placement.active():
                 sources = self._plan.spec, policy.weights, self._plan.dtype, self._rotary
-                fused = weights_in_place(*sources) if self._plan.in_place else None
-                if fused is None:
-                    fused = fused_weights(*sources)
+                fused = decoder_of(*sources, in_place=self._plan.in_place)
             self._fused = policy.key, fused
         return self._fused[1]
 

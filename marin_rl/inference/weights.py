@@ -340,6 +340,14 @@ def fused_weights(
     return Decoder(ends, compiled_layers(spec=spec, layers=own, dtype=dtype), quantized)
 
 
+def decoder_of(
+    spec: Spec, weights: Weights, dtype: jnp.dtype, rotary: Rotary = (), *, in_place: bool = False
+) -> Decoder:
+    """Weights as the programs read them: `in_place` where that is possible, else a joined copy."""
+    found = weights_in_place(spec, weights, dtype, rotary) if in_place else None
+    return fused_weights(spec, weights, dtype, rotary) if found is None else found
+
+
 def fit_in_place(weights: Weights, dtype: jnp.dtype) -> bool:
     """False if weights lie quantised, have adapters of their own, or are of another dtype."""
     leaves = jax.tree.leaves(weights)

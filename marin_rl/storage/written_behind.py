@@ -78,8 +78,10 @@ def promised(url: str, ref: SlotRef) -> Manifest | None:
     return None
 
 
-def end_writes() -> None:
-    """Finish what is being written, or give it up: for the end of a run, whatever ended it."""
+def end_writes(folder: str) -> None:
+    """Finish what is being written below a run's folder, or give it up: the run has ended."""
     for write in tuple(_writes):
-        write.try_to_finish()
-    _writes.clear()
+        if write.url.startswith(f"{folder}/"):
+            write.try_to_finish()
+            if write in _writes:
+                _writes.remove(write)

@@ -226,7 +226,7 @@ class Blocks:
         cut = [jnp.unstack(array) for array in self.arrays]
         return [self.of(np.int32(i), [parts[i] for parts in cut]) for i in range(count)]
 
-    def add_gradients(self, states: Array) -> Array:
+    def begin_sums(self, states: Array) -> Array:
         """The states: where the backward pass begins with the sums so far, if there are any."""
         return states if self._begun is None else _begin_with(states, self.sums)
 

@@ -262,7 +262,7 @@ def _through_layers(
         step = kept(partial(run, kind=spec.kinds[index]))
         states, loads = step(states, blocks.take(index))
         all_loads.append(loads)
-    return blocks.add_gradients(states), all_loads
+    return blocks.begin_sums(states), all_loads
 
 
 def in_scan(model: LanguageModel) -> bool:

@@ -20,11 +20,10 @@ from marin_rl.compilation import nbytes, prepare_for_training
 from marin_rl.config import PairTrainingConfig, SFTConfig, fingerprint_fields
 from marin_rl.machine import FREED_BYTES_MIN, give_back_freed_memory, heap_bytes
 from marin_rl.progress import ProgressEvent, Stage, publish
-from marin_rl.storage.commits import manifest_of
 from marin_rl.storage.layout import KeyForm
 from marin_rl.storage.run_progress import optimizer_round
 from marin_rl.storage.runs import Run, committed
-from marin_rl.storage.written_behind import settle
+from marin_rl.storage.written_behind import promised, settle
 from marin_rl.tokenizers import TokenizerIdentity
 from marin_rl.training.backend import DeviceBackend, Forward, Loss
 from marin_rl.training.compiled_step import Program, check_finite
@@ -73,8 +72,10 @@ class Phase:
         """Return the state of a checkpoint to train from: its optimizer's part will be donated."""
         # Forgotten as it is handed out: after the first update its arrays are deleted.
         state = self._restored(checkpoint)
-        if optimizer_round(manifest_of(self._run.store, checkpoint)) is None:
-            settle(self._run.store.url_of(checkpoint.slot))  # they may be written still
+        url = self._run.store.url_of(checkpoint.slot)
+        manifest = promised(url, checkpoint)  # of one that is written still
+        if manifest is not None and optimizer_round(manifest) is None:
+            settle(url)
         self.state = self.checkpoint = None
         return state
 

@@ -299,6 +299,17 @@ SHAREGPT = [
 ]
 
 
+def test_results_may_follow_calls_that_are_text(tmp_path: Path) -> None:
+    calls = {"role": "assistant", "content": "<tool_call>add</tool_call><tool_call>add</tool_call>"}
+    results = [{"role": "tool", "content": number} for number in "45"]
+    row = {"messages": [USER, calls, *results, REPLY]}
+    environment = chat(tmp_path / "rows.jsonl", [row], eval_fraction=0.0001)
+    learned = environment.demonstrated(environment.example(0, 0, "train"))
+    assert learned is not None
+    assert [message.role for message in learned.messages] == ["user", "assistant", "tool", "tool"]
+    assert [message.content for message in learned.messages[2:]] == ["4", "5"]
+
+
 @pytest.mark.parametrize(
     "row",
     [

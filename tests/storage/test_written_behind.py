@@ -29,8 +29,9 @@ SLOT, LATER = checkpoint_slot(3), checkpoint_slot(4)
 
 @pytest.fixture
 def run(tmp_path):
-    yield Run.create_or_open(Config(root=str(tmp_path)))
-    end_writes()
+    run = Run.create_or_open(Config(root=str(tmp_path)))
+    yield run
+    end_writes(run.folder.url)
 
 
 def commit(run, tree, slot=SLOT):
@@ -142,7 +143,9 @@ def test_writes_that_fail_at_the_end_of_a_run_are_given_up(run, busy, caplog):
     tree = {"weight": np.zeros(10, np.float32)}
     commit(run, tree)
     tree["weight"][0] = 1
-    end_writes()
+    end_writes(f"{run.folder.url}-2")  # another run's
+    assert "is not committed: " not in caplog.text
+    end_writes(run.folder.url)
     assert "is not committed: " in caplog.text
     assert committed_checkpoint(run, 3) is None
     later(run)
