@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from marin_rl.models.spec import Spec
+from marin_rl.models.spec import STACKED, Spec
 
 Base = Literal["whole", "quantized"]
 Recomputed = bool | Literal["offload"]
@@ -129,7 +129,7 @@ class Architecture:
             del shapes["mlp/gate_proj"]
         if not self.adapted_mlp:
             shapes = {name: shape for name, shape in shapes.items() if "mlp" not in name}
-        return {f"transformer/layers/stacked/{n}/weight": shape for n, shape in shapes.items()}
+        return {f"{STACKED}{n}/weight": shape for n, shape in shapes.items()}
 
     def cache_bytes(self, tokens: int, bytes_per_value: int) -> int:
         """Bytes of keys and values for `tokens` positions."""

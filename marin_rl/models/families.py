@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from marin_rl.config import ModelConfig
 from marin_rl.errors import InputError
-from marin_rl.models.spec import ACTIVATIONS, LayerKind, Rope, Spec
+from marin_rl.models.spec import ACTIVATIONS, STACKED, LayerKind, Rope, Spec
 from marin_rl.plain_files import check_family, read_hf_config
 
 ARCHITECTURES = {
@@ -372,7 +372,6 @@ class Tensor:
     layout: Literal["rows", "columns", "inputs", "outputs", "biases"] = "rows"
 
 
-_STACKED = "transformer/layers/stacked/"
 _ENDS = {
     "embeddings/token_embeddings/weight": "model.embed_tokens.weight",
     "transformer/norm/weight": "model.norm.weight",
@@ -423,12 +422,12 @@ def tensors_of(spec: Spec, paths: Sequence[str]) -> dict[str, Tensor]:
         if path in ends:
             tensors[ends[path]] = Tensor(paths=(path,))
             continue
-        module, _, last = path.removeprefix(_STACKED).rpartition("/")
+        module, _, last = path.removeprefix(STACKED).rpartition("/")
         whole = inside.get(module, renamed.get(module, module))
         parts = joined.get(whole, (module,))
         turned = gpt2 and last == "weight" and module.endswith("_proj")
         tensors[f"{layers}.{{layer}}.{whole}/{last}".replace("/", ".")] = Tensor(
-            paths=tuple(f"{_STACKED}{part}/{last}" for part in parts),
+            paths=tuple(f"{STACKED}{part}/{last}" for part in parts),
             layout="columns" if turned else "rows",
         )
     return tensors
@@ -445,7 +444,7 @@ def check_peft_names(spec: Spec) -> None:
 
 
 def _of_experts(spec: Spec) -> dict[str, Tensor]:
-    mlp = f"{_STACKED}mlp/"
+    mlp = f"{STACKED}mlp/"
     gate, up, down = (f"{mlp}experts/{name}_proj/" for name in ("gate", "up", "down"))
     at = "model.layers.{layer}."
     if spec.family == "gpt_oss":

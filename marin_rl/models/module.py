@@ -21,8 +21,6 @@ from marin_rl.models.block import Activation, Linears, Norm, Norms, times
 from marin_rl.models.experts import ExpertWeights, by_piece, pieces
 from marin_rl.models.spec import Spec
 
-STACKED = "transformer/layers/stacked/"  # before the names of arrays of layers
-
 
 class Scale(eqx.Module):
     weight: NamedArray

@@ -16,6 +16,8 @@ import numpy as np
 
 from marin_rl.errors import InputError
 
+STACKED = "transformer/layers/stacked/"  # before the names of arrays of layers
+
 # Names of activations, as in a config.json; `block` has their functions.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh", "xielu")
 

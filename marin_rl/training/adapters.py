@@ -28,7 +28,8 @@ from marin_rl.inference.linear_layers import LoraLinear, QuantizedLinear, Quanti
 from marin_rl.lora.adapter import Adapter, LoraModule, a_name, b_name, initial_arrays, merged_weight
 from marin_rl.lora.peft import configured_modules, read_peft
 from marin_rl.lora.quantization import FIELDS, dequantized, is_quantized
-from marin_rl.models.module import STACKED, DecoderLayer, LanguageModel, Layers
+from marin_rl.models.module import DecoderLayer, LanguageModel, Layers
+from marin_rl.models.spec import STACKED
 from marin_rl.training.model import Parameters, parameter_shapes, parameter_structs, with_parameters
 
 Modules = Mapping[str, LoraModule]

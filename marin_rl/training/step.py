@@ -25,7 +25,8 @@ from marin_rl.compilation import compiled_apart
 from marin_rl.cpu_streams import side_by_side
 from marin_rl.lora.quantization import is_quantized
 from marin_rl.models.experts import ExpertLoads, balance_loss
-from marin_rl.models.module import STACKED, LanguageModel, model_of
+from marin_rl.models.module import LanguageModel, model_of
+from marin_rl.models.spec import STACKED
 from marin_rl.training.adapters import policy_module, with_sums
 from marin_rl.training.critic import Critic
 from marin_rl.training.hidden_states import in_scan
